@@ -8,7 +8,7 @@ process (Huang et al., 2018, arXiv:1811.06965). Families are cut as they are: of
 import dataclasses
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,20 @@ from compiled_llm.models.registry import layers_of
 from compiled_llm.ops.linear.quantized_weight import WeightFormat
 
 _NUMBER = re.compile(r"\.(\d+)\.")  # the first in the name of a tensor: of its layer
+
+
+def numbers_of(config: ModelConfig, layers: Iterable[int]) -> frozenset[int]:
+    """Of ``layers``: the numbers that they have in the names of their tensors."""
+    blocks = getattr(config, "blocks", None)  # of Nemotron-H, whose layers have one number or two
+    if blocks is None:
+        return frozenset(layers)
+    return frozenset(number for layer in layers for number in blocks[layer] if number is not None)
+
+
+def number_in(name: str) -> int | None:
+    """The number of the layer that a tensor of this name belongs to; None: to no single one."""
+    found = _NUMBER.search(f"{name}.")
+    return None if found is None else int(found[1])
 
 
 def is_first(config: ModelConfig) -> bool:
@@ -145,10 +159,8 @@ class OwnLayers(AroundKind):
     @classmethod
     def of(cls, config: ModelConfig, plain: LinearKind) -> "OwnLayers":
         assert config.own_layers is not None
-        own = range(*config.own_layers)
-        blocks = getattr(config, "blocks", None)  # of Nemotron-H, whose layers have one number or two
-        numbers = own if blocks is None else [number for layer in own for number in blocks[layer] if number is not None]
-        return cls(plain, frozenset(numbers), is_first(config), is_last(config))
+        numbers = numbers_of(config, range(*config.own_layers))
+        return cls(plain, numbers, is_first(config), is_last(config))
 
     def has(self, part: StoredLinear) -> bool:
         """Whether the stage has this layer, or table."""
@@ -160,8 +172,8 @@ class OwnLayers(AroundKind):
 
     def has_name(self, name: str) -> bool:
         """The same of a tensor of a layer, or one of all layers."""
-        number = _NUMBER.search(f"{name}.")
-        return number is None or int(number[1]) in self.numbers
+        number = number_in(name)
+        return number is None or number in self.numbers
 
     def take(self, take: Take, parts: Sequence[StoredLinear]) -> Linear:
         return self.plain.take(self._from(take, parts[0]), parts)

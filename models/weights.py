@@ -12,7 +12,7 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.layers.attention import AttentionWeights
 from compiled_llm.models.layers.mlp import MlpWeights, PlainMlpWeights
 from compiled_llm.models.layers.moe import MoeWeights
-from compiled_llm.models.layers.residual import LayerNorm
+from compiled_llm.models.layers.residual import FetchingNorm, LayerNorm
 from compiled_llm.models.layers.rope import head_arrangement, rope_table
 from compiled_llm.models.linears.heads import HeadLinear
 from compiled_llm.models.linears.mixture import NUM_COUNTERS, UsedExperts
@@ -579,6 +579,8 @@ def bytes_to_read(weights: Any) -> int:
     """
     if isinstance(weights, Tensor) or _is_a(weights, Linear):
         return weights.nbytes
+    if isinstance(weights, FetchingNorm):  # what comes from the host is read once it has come, and counted there
+        return bytes_to_read(weights.norm)
     if isinstance(weights, UsedExperts) or _is_a(weights, GroupedLinear):
         return 0
     return sum(map(bytes_to_read, weights)) if isinstance(weights, tuple) else 0

@@ -16,6 +16,7 @@ from compiled_llm.ops.attention.rotary_latent_attention import (
     rotary_latent_attention,
     rotary_latent_decode_attention,
 )
+from compiled_llm.ops.fetch import await_fetched, fetch
 from compiled_llm.ops.linear.exact_linear import exact_linear
 from compiled_llm.ops.linear.head_linear import head_linear
 from compiled_llm.ops.linear.lora import Following, LoraRows, LoraWeights, add_lora, lora_followed, slots_of_rows
@@ -69,8 +70,8 @@ from compiled_llm.ops.sampling.token_sampling import greedy_tokens, keep_greedy_
 __all__ = [
     "TILE", "AttentionKind", "DecodePlan", "Following", "Keys", "LoraRows", "LoraWeights", "RankGroup", "StateRows",
     "Turn", "activation", "add_layer_norm", "add_lora", "add_rms_norm", "all_gather", "all_reduce",
-    "clamped_swiglu", "decode_attention", "decode_plan", "empty_packed", "exact_linear", "expert_rows",
-    "fused_quantized_linear", "fused_quantized_linear_a8", "gated_activation", "gated_delta_rule",
+    "await_fetched", "clamped_swiglu", "decode_attention", "decode_plan", "empty_packed", "exact_linear", "expert_rows",
+    "fetch", "fused_quantized_linear", "fused_quantized_linear_a8", "gated_activation", "gated_delta_rule",
     "gated_quantized_experts", "gated_rms_norm", "greedy_tokens", "grouped_gated_linear", "grouped_linear",
     "grouped_linear_sum", "grouped_packed_linear", "grouped_quantized_linear", "grouped_quantized_linear_a8",
     "head_linear", "join_parts", "keep_greedy_tokens", "keep_rows", "latent_attention", "layer_norm", "log_sum_exp",

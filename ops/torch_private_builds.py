@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _NAMESPACE = "compiled_llm"
+_COPIES_BESIDE = ("fetch", "await_fetched")  # ops of streams, which launch no kernel
 
 
 def triton_kernel(name: str, source: str) -> Any:
@@ -175,7 +176,7 @@ class _AsOnGpu(TorchDispatchMode):
     """The project's ops run what a GPU would run for them: their launch code, which compiles its kernels."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace != _NAMESPACE:
+        if func.namespace != _NAMESPACE or func.overloadpacket.__name__ in _COPIES_BESIDE:
             return func(*args, **(kwargs or {}))
         from compiled_llm.ops.torch_private_gpu import on_cuda
 

@@ -22,6 +22,7 @@ from compiled_llm.ops.attention.rotary_attention import rotary_attention
 from compiled_llm.ops.attention.rotary_latent_attention import rotary_latent_attention
 
 GPU = torch.device("cuda", 0)
+_OF_BOTH = ("compiled_llm::swap", "compiled_llm::fetch")  # ops with tensors of the host and of the GPU
 _NUMBERS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero")
 
 
@@ -137,7 +138,7 @@ class PretendGpu(TorchDispatchMode):
             if target_on_gpu:
                 self.num_sent += 1
                 self._under_way.append((source, source.clone()))
-        elif any(isinstance(one, OnGpu) for one in tensors) and not name.startswith("compiled_llm::swap"):
+        elif any(isinstance(one, OnGpu) for one in tensors) and not name.startswith(_OF_BOTH):
             mixed = [one for one in tensors if not isinstance(one, OnGpu) and (one.dim() or name == "aten::index_put_")]
             if mixed:
                 raise WaitError(f"{name} of tensors of both, {[tuple(one.shape) for one in mixed]}")

@@ -68,6 +68,8 @@ class EngineConfig:
             than the memory. None: they are packed at each start, into memory. See docs/offload.md.
         weights_bytes: with ``weights_path``: most bytes of the files there; those that were not used for longest go
             first. None: half of what the disk has free, and what is there.
+        cpu_offload_gb: on a GPU: GiB of weights, at least, that lie in host memory: those of whole layers, spread over
+            the model, which come to two buffers on the GPU for each step. See docs/offload.md.
         max_model_len: most tokens of a request, prompt and output together. None: the model's.
         bucket_sizes: decode batch sizes to compile. The largest is the default ``max_num_seqs``. None: on a CPU 1, 8
             and 32; on a GPU the powers of two from 1 to 256.
@@ -196,6 +198,7 @@ class EngineConfig:
     quantization_activations: str = "auto"
     weights_path: str | None = None
     weights_bytes: int | None = None
+    cpu_offload_gb: float = 0.0
     max_model_len: int | None = None
     bucket_sizes: tuple[int, ...] | None = None
     token_bucket_sizes: tuple[int, ...] | None = None
@@ -253,7 +256,7 @@ class EngineConfig:
     check_invariants: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, _INTEGERS, {"max_grammar_seconds": (0.01, 3600)})
+        check_fields(self, _INTEGERS, {"max_grammar_seconds": (0.01, 3600), "cpu_offload_gb": (0, 4096)})
         for name, allowed in NAMED_VALUES.items():
             if name != "quantization" or self.quantization is not None:
                 one_of(name, getattr(self, name), allowed)

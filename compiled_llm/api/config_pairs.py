@@ -21,6 +21,8 @@ def check_pairs(config: Any) -> None:
         )
     if config.weights_path is None and config.weights_bytes is not None:
         raise ValueError(f"weights_bytes must be None without weights_path, given {config.weights_bytes}")
+    if config.cpu_offload_gb:
+        _check_offload(config)
     if config.preemption_mode == "swap" and config.swap_space_bytes == 0:
         raise ValueError("preemption_mode='swap' needs swap_space_bytes above 0, given 0")
     _check_tiers(config)
@@ -48,6 +50,26 @@ def check_pairs(config: Any) -> None:
         raise ValueError(
             "target_itl_ms must be None without chunked prefill (a prompt is one step then), "
             f"given {config.target_itl_ms!r}"
+        )
+
+
+def _check_offload(config: Any) -> None:
+    given = f"given {config.cpu_offload_gb:g}"
+    reasons = {
+        "programmatic": "kernels that start early ask for weights before these have come",
+        "trees": "torch's CUDA graph trees take no tensors in host memory",
+    }
+    if (reason := reasons.get(config.cuda_graphs)) is not None:
+        raise ValueError(f"cpu_offload_gb must be 0 with cuda_graphs={config.cuda_graphs!r} ({reason}), {given}")
+    if config.num_processes > 1 or config.tensor_parallel_exact:
+        raise ValueError(
+            "cpu_offload_gb must be 0 with ranks and stages (tensor_parallel_size, tensor_parallel_exact, "
+            f"pipeline_parallel_size), which are processes on a CPU, {given}"
+        )
+    if config.speculation is not None and config.speculation.method == "layer_skip":
+        raise ValueError(
+            "cpu_offload_gb must be 0 with the method 'layer_skip' in speculative_config (each draft would fetch "
+            f"layers as a step does), {given}"
         )
 
 

@@ -29,7 +29,6 @@ ENGINE_ARGUMENTS: Mapping[str, str] = _by_name(
         "give swap_space_bytes, in bytes, not GiB": "swap_space",
         "give num_kv_blocks": "num_gpu_blocks_override",
         "give kv_cache_memory_bytes": "kv_cache_memory",
-        "there is none: on a GPU weights stay on the device; on a CPU give weights_path": "cpu_offload_gb",
         "give kv_host_bytes and kv_disk_path": "kv_offloading_size kv_offloading_backend",
         "give role and kv_transfer_address": "kv_transfer_config kv_connector kv_role",
         "give bucket_sizes (requests of a decode step) and token_bucket_sizes (tokens of a step with prompts)": (

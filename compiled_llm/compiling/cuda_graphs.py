@@ -40,8 +40,12 @@ class GraphPool:
         torch.cuda.empty_cache()
 
 
-def graph_pool(cuda_graphs: str, device: torch.device, enforce_eager: bool = False) -> GraphPool | None:
+def graph_pool(
+    cuda_graphs: str, device: torch.device, enforce_eager: bool = False, fetches: bool = False
+) -> GraphPool | None:
     """The pool for graphs captured by hand, as the engine arguments ask for them; None where there are none.
+
+    ``fetches``: whether weights come while a step runs (``ops/fetch.py``): then no kernel may start early.
 
     Raises:
         ValueError: those of ``check_cuda_graphs``.
@@ -50,12 +54,16 @@ def graph_pool(cuda_graphs: str, device: torch.device, enforce_eager: bool = Fal
     if device.type != "cuda" or enforce_eager or cuda_graphs == "trees":
         return None
     capability = torch.cuda.get_device_capability(device)
-    return GraphPool(device, is_programmatic(cuda_graphs, capability), cuda_graphs == "pinned")
+    programmatic = is_programmatic(cuda_graphs, capability, fetches=fetches)
+    return GraphPool(device, programmatic, cuda_graphs == "pinned")
 
 
-def is_programmatic(cuda_graphs: str, capability: tuple[int, int]) -> bool:
-    """Whether the engine argument lets launches start early on such a GPU, see ``programmatic_launch.py``."""
-    return cuda_graphs == "programmatic" or (cuda_graphs == "auto" and capability >= CAPABILITY)
+def is_programmatic(cuda_graphs: str, capability: tuple[int, int], *, fetches: bool = False) -> bool:
+    """Whether the engine arguments let launches start early on such a GPU, see ``programmatic_launch.py``.
+
+    Not where weights are fetched: a kernel asks for its weights before it waits for the launches before it.
+    """
+    return cuda_graphs == "programmatic" or (cuda_graphs == "auto" and capability >= CAPABILITY and not fetches)
 
 
 def gpu_target(pool: GraphPool | None) -> GpuTarget | None:

@@ -49,6 +49,7 @@ from compiled_llm.worker.memory import (
     num_bytes,
     total_bytes,
 )
+from compiled_llm.worker.offloaded_weights import OffloadedWeights, offloaded
 from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
 from compiled_llm.worker.rank_start import check_device
 
@@ -98,9 +99,12 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
     served = dataclasses.replace(made, max_position_embeddings=limits.max_model_len)
     description = family_of(served).describe(served, dtype, taken)
     weight_bytes = num_bytes(description.weights)
+    weights, elsewhere, rows = _offloaded(description.weights, offloaded(config, served, device, linears, dtype))
     kept = f", {described(json.loads(made.published), rounds_activations(linears))}" if made.published else ""
     kept += f", rounded to {config.quantization}" if config.quantization is not None else ""
     yield "weights", f"{kv_cache.dtype_name(dtype)}{kept}: {weight_bytes / _MIB:,.1f} MiB in memory{of_each}"
+    yield from rows
+    weight_bytes = num_bytes(weights) - elsewhere
     if config.model is not None and not Path(config.model).expanduser().is_dir() and not _has_weights(directory):
         yield "files", "the weights were not downloaded from the hub, and their headers not read"
     elif config.load_format != "dummy":
@@ -120,23 +124,39 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
 
     draft_bytes = 0 if drafter is None else num_bytes(drafter.description().weights)
     if drafter is not None:
-        yield (
-            "draft model",
-            f"{drafter.model_config.architecture}, {_sizes(drafter.model_config)}; {draft_bytes / _MIB:,.1f} MiB in "
-            f"memory; KV cache {drafter.describe_cache()}",
-        )
+        yield "draft model", _of_drafter(drafter, draft_bytes)
     if num_layers := num_draft_layers(config.speculation, made):
         yield "drafts", f"by the first {num_layers} of {made.num_layers} layers, on the model's weights and KV cache"
     sizes = PoolSizes.of(own, cache_dtypes, limits, dtype, 0 if drafter is None else drafter.token_bytes)
     state = f"; {sizes.slot_bytes:,} bytes of state a request" if sizes.slot_bytes else ""
     yield "KV cache", f"{kv_cache.describe(own, cache_dtypes, dtype)}{state}{of_each}"
     yield "memory", _free(device)
-    how_much = description.weights, taken, config, served, directory, device, dtype, config.tensor_parallel_size
-    check_room_for_weights(*how_much, are_mapped=are_mapped)
+    how_much = weights, taken, config, served, directory, device, dtype, config.tensor_parallel_size
+    check_room_for_weights(*how_much, are_mapped=are_mapped, elsewhere=elsewhere)
     needed = kv_cache.num_tensors(own, cache_dtypes), estimated_activations(made, limits, dtype, taken)
     memory = StartMemory(config, limits, device, sizes, *needed, config.tensor_parallel_size)
     mapped = num_bytes(tuple(linear_layers(description.weights))) if are_mapped else 0
     yield "room", _room(memory, limits, made, weight_bytes + draft_bytes, mapped)
+
+
+def _of_drafter(drafter: DraftPlan, num_bytes: int) -> str:
+    return (
+        f"{drafter.model_config.architecture}, {_sizes(drafter.model_config)}; {num_bytes / _MIB:,.1f} MiB in "
+        f"memory; KV cache {drafter.describe_cache()}"
+    )
+
+
+def _offloaded(weights: Any, offload: OffloadedWeights | None) -> tuple[Any, int, list[tuple[str, str]]]:
+    """Described weights as a step takes them, bytes of these in host memory, and what there is to say of that."""
+    if offload is None:
+        return weights, 0, []
+    weights = offload.over_buffers(weights, torch.device("meta"))
+    offload.check_room()
+    said = (
+        f"{offload.host_bytes / _MIB:,.1f} MiB of these, {len(offload.kind.layers)} layers, in host memory; they come "
+        f"to buffers of {offload.buffer_bytes / _MIB:,.1f} MiB on the device"
+    )
+    return weights, offload.host_bytes, [("offloaded weights", said)]
 
 
 def _of_rank(

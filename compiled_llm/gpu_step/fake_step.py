@@ -27,6 +27,7 @@ from compiled_llm.models.linears.dense import Dense, counters_on
 from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.linears.quantized import Quantized, QuantizedExperts
 from compiled_llm.models.linears.sharded import Sharding
+from compiled_llm.models.offload import chosen_layers, with_fetches, with_weights
 from compiled_llm.models.registry import family_of, layers_of
 from compiled_llm.models.sharding import Shard, rank_config
 from compiled_llm.ops import RankGroup
@@ -137,7 +138,11 @@ def generate_step(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
     compiled = compile_at_first_call(own_copy(step.function, bucket_name), cuda_graphs=engine.cuda_graphs == "trees")
     with contextlib.nullcontext() if step.num_ranks == 1 else without_constants_on_gpu():
         generated = generate(compiled, step.args, step.mode)
-    programmatic = is_programmatic(engine.cuda_graphs, torch.cuda.get_device_capability())
+    if engine.cpu_offload_gb:  # torch's own graphs take no tensors of the host; those that an engine captures do
+        others = tuple(reason for reason in generated.skip_reasons if "due to cpu device" not in reason)
+        generated = generated._replace(skip_reasons=others)
+    capability = torch.cuda.get_device_capability()
+    programmatic = is_programmatic(engine.cuda_graphs, capability, fetches=engine.cpu_offload_gb > 0)
     name = str(step.dtype).removeprefix("torch.")
     return FakeStep(step.bucket, step.config, name, layers_of(step.config), generated, step.mode, programmatic)
 
@@ -178,6 +183,8 @@ def step_on_fakes(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
         described = family_of(config).describe(config, dtype, linears if shard is None else shared(linears, shard))
     with mode:
         weights, step_input, source = faked((described.weights, buffers.step_input, buffers.feedback))
+        if engine.cpu_offload_gb:
+            weights = _offloaded(weights, engine.cpu_offload_gb, config.architecture)
         places = dict.fromkeys(windows, _BLOCKS)
         cache = allocate(own, cache_dtypes, _BLOCKS, limits.block_size, DEVICE, places, 1 + limits.num_state_slots)
         feedback = Feedback(
@@ -189,6 +196,18 @@ def step_on_fakes(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
         mark_static_address(tensor)
     step = step_function(own, bucket.max_query_len, engine.exact, windows)
     return TracedStep(bucket, own, dtype, step, (weights, step_input, cache, feedback), mode, size)
+
+
+def _offloaded(weights: Any, gib: float, architecture: str) -> Any:
+    """Fake ``weights`` of which some layers are in host memory, as ``cpu_offload_gb`` says."""
+    layers, chosen = list(weights.layers), chosen_layers(weights, gib, architecture)
+    for number in chosen:
+        layers[number] = with_weights(layers[number], _in_host_memory)
+    return with_fetches(weights._replace(layers=tuple(layers)), chosen, DEVICE)[0]
+
+
+def _in_host_memory(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
 def shared(linears: LinearKind, shard: Shard) -> LinearKind:

@@ -9,7 +9,8 @@ from compiled_llm.gpu_step.estimate import GAP_SECONDS, Estimate, estimate
 from compiled_llm.gpu_step.fake_step import FakeStep
 from compiled_llm.gpu_step.gpus import Gpu
 from compiled_llm.gpu_step.kernels import Compiled, Compiler
-from compiled_llm.gpu_step.launches import Launch, launches_of, spans_of
+from compiled_llm.gpu_step.launches import Launch, Transfer, run_on_fakes, spans_of
+from compiled_llm.gpu_step.transfers import Timeline, timeline
 from compiled_llm.gpu_step.work import work_of
 from compiled_llm.models.config import ModelConfig
 
@@ -63,6 +64,7 @@ class Inspection:
         num_layers: of the model; ``rows`` may have fewer. Those that were left out count as the last one that was not.
         spans: of ``rows``: from a layer's attention to the next layer's, a period of the model.
         dynamic_inputs, skip_reasons: of the CUDA graph, see ``Generated``.
+        transfers: what comes from host memory beside; only where all layers were generated.
     """
 
     gpu: Gpu
@@ -73,6 +75,7 @@ class Inspection:
     spans: tuple[slice, ...]
     dynamic_inputs: tuple[int, ...]
     skip_reasons: tuple[str, ...]
+    transfers: tuple[Transfer, ...] = ()
 
     @property
     def launches_per_layer(self) -> list[int]:
@@ -120,8 +123,14 @@ class Inspection:
         return self.num_bytes / self.seconds() / self.gpu.bandwidth
 
     def seconds(self) -> float:
-        """Of the whole step."""
-        return self.seconds_of([self.rows[place] for place in self.order])
+        """Of the whole step, with what it waits for weights from host memory."""
+        return self.timeline.seconds
+
+    @property
+    def timeline(self) -> Timeline:
+        """Of the launches and of what comes from host memory beside them."""
+        assert not self.transfers or len(self.step.layers) == self.num_layers, "a layer's fetches are of some layers"
+        return timeline([self.seconds_of([self.rows[place]]) for place in self.order], self.transfers, self.gpu.bus)
 
     @staticmethod
     def seconds_of(rows: Sequence[Row]) -> float:
@@ -143,6 +152,10 @@ class Inspection:
             "step_bytes": self.num_bytes,
             "step_link_bytes": self.num_link_bytes,
             "bandwidth_share": round(self.bandwidth_share, 3),
+            "host_copies": self.timeline.copies,
+            "host_bytes": self.timeline.nbytes,
+            "bus_us": round(self.timeline.bus_seconds * 1e6, 1),
+            "waiting_us": round(self.timeline.waiting_seconds * 1e6, 1),
             "dynamic_inputs": list(self.dynamic_inputs),
             "skip_reasons": list(self.skip_reasons),
             "rows": [row.as_json() for row in self.rows],
@@ -156,13 +169,14 @@ class CompiledStep(NamedTuple):
     gpu: Gpu
     launches: tuple[Launch, ...]
     compiled: tuple[Compiled | None, ...]
+    transfers: tuple[Transfer, ...] = ()
 
 
 def compile_step(step: FakeStep, gpu: Gpu) -> CompiledStep:
     """``gpu``: the one that ``step`` was generated for."""
-    launches, compiler = launches_of(step), Compiler(gpu)
+    (launches, transfers), compiler = run_on_fakes(step), Compiler(gpu)
     compiled = [None if launch.triton is None else compiler.compile(launch.triton) for launch in launches]
-    return CompiledStep(step, gpu, tuple(launches), tuple(compiled))
+    return CompiledStep(step, gpu, tuple(launches), tuple(compiled), tuple(transfers))
 
 
 def inspect(made: CompiledStep, num_layers: int, context: int, gpu: Gpu | None = None) -> Inspection:
@@ -180,9 +194,8 @@ def inspect(made: CompiledStep, num_layers: int, context: int, gpu: Gpu | None =
         work = work_of(launch, contexts)
         rows.append(Row(launch, work, compiled, estimate(launch, work, compiled, gpu)))
     spans, generated = spans_of(list(made.launches)), made.step.generated
-    return Inspection(
-        gpu, made.step, contexts, num_layers, tuple(rows), spans, generated.dynamic_inputs, generated.skip_reasons
-    )
+    of_graph = generated.dynamic_inputs, generated.skip_reasons
+    return Inspection(gpu, made.step, contexts, num_layers, tuple(rows), spans, *of_graph, made.transfers)
 
 
 def first_layers(config: ModelConfig, count: int) -> ModelConfig:

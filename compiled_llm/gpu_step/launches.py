@@ -10,7 +10,7 @@ import itertools
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,8 +88,27 @@ class Launch:
         return self.name == "addmm" and self.read[0].dim() == 2 and self.read[0].shape[0] > 1
 
 
+class Transfer(NamedTuple):
+    """Weights that begin to come from host memory (``ops/fetch.py``), or that the launch behind waits for.
+
+    Attributes:
+        place: of the launch behind it.
+        buffer: its storage.
+        nbytes: that come; 0: it waits for those that the buffer was sent last.
+    """
+
+    place: int
+    buffer: int
+    nbytes: int = 0
+
+
 def launches_of(step: FakeStep) -> list[Launch]:
     """All launches of a step."""
+    return run_on_fakes(step)[0]
+
+
+def run_on_fakes(step: FakeStep) -> tuple[list[Launch], list[Transfer]]:
+    """All launches of a step, and what comes from host memory beside them."""
     with tempfile.TemporaryDirectory(prefix="compiled-llm-gpu-step-") as directory:
         recorder = _Recorder(Path(directory))
         path = Path(directory) / f"{next(_NAMES)}.py"
@@ -97,7 +116,7 @@ def launches_of(step: FakeStep) -> list[Launch]:
         allowed = programmatic_launches(step.programmatic)
         with step.mode, torch.no_grad(), recorded_kernels(recorder.triton), recorder, allowed:
             module.call(list(step.generated.inputs))
-        return recorder.launches
+        return recorder.launches, recorder.transfers
 
 
 def spans_of(launches: list[Launch]) -> tuple[slice, ...]:
@@ -132,6 +151,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, directory: Path) -> None:
         super().__init__()
         self.launches: list[Launch] = []
+        self.transfers: list[Transfer] = []
         self._directory = directory
         self._op, self._mutated = "", set[int]()
         self._fresh: dict[int, Tensor] = {}  # made by an op and not written yet, by their storage
@@ -166,6 +186,19 @@ class _Recorder(TorchDispatchMode):
         self.launches.append(Launch(name, kind, self._op, read, tuple(outputs)))
 
     def _run_op(self, func: Any, args: tuple, kwargs: dict) -> Any:
+<<<<<<< HEAD
+=======
+        if func.overloadpacket.__name__ == "fetch":
+            self.transfers.append(Transfer(len(self.launches), storage_of(args[2]), args[1].nbytes))
+            return func(*args, **kwargs)
+        if func.overloadpacket.__name__ == "await_fetched":
+            self.transfers.append(Transfer(len(self.launches), storage_of(args[1])))
+            return func(*args, **kwargs)
+        if func.overloadpacket.__name__ in _BETWEEN_RANKS:
+            result = func(*args, **kwargs)
+            self.add(func.overloadpacket.__name__, [args[0]], [result])
+            return result
+>>>>>>> offload
         before = self._op, self._mutated, self._fresh
         self._op = func.overloadpacket.__name__
         pairs = zip(func._schema.arguments, args, strict=False)

@@ -55,6 +55,8 @@ class MemoryLedger:
 
     - mapped weights: those in a file (``weights_path``) that are to stay in memory, in the page cache, where other
       engines have the same; the others are on the disk (``where``), and read for each step.
+    - weights in host memory, buffers of these: those that come for each step (``cpu_offload_gb``), and what they come
+      to on the device.
     - weights, adapters' slots, step buffers, KV pool (the sink block included), swap space: the engine's tensors. Of a
       network that drafts, its weights and its KV pool have rows of their own; its buffers are among the others.
     - KV tier: host memory for blocks that leave the prefix cache (``kv_host_bytes``).
@@ -301,14 +303,18 @@ class StartMemory:
         drafter: tuple[int, int] | None = None,
         adapter_bytes: int = 0,
         tier_bytes: int = 0,
+        offloaded: tuple[int, int] | None = None,
     ) -> MemoryLedger:
         """What everything came to, now that the pool is there (and on a GPU the graphs are recorded on it).
 
         ``drafter``: bytes of the weights and of the KV pool of a network that drafts. ``adapter_bytes``: of all slots.
-        ``tier_bytes``: of host memory for what leaves the prefix cache.
+        ``tier_bytes``: of host memory for what leaves the prefix cache. ``offloaded``: bytes of the weights in host
+        memory, and of the buffers that they come to.
         """
         of_drafter = sum(drafter or ())
+        at_host, of_buffers = offloaded or (0, 0)
         total, held = total_bytes(self._device), weight_bytes + adapter_bytes + buffer_bytes + pool_bytes + of_drafter
+        held += of_buffers
         if self._on_gpu:
             before, now = self._before_compiling, self._now()
             compiled = max(0, now.outside_allocator - before.outside_allocator)
@@ -317,6 +323,7 @@ class StartMemory:
         else:
             # Pages of the pool and of the swap space become resident as they are first written.
             compiled, activations, held = self._compiled, self._activations, held + swap_bytes + tier_bytes
+            held += at_host
             free = self._free_for_pool - pool_bytes - (0 if drafter is None else drafter[1])
         everything_else = total - free - held - compiled - activations - self._mapped
         where = "device" if self._on_gpu else "host"
@@ -326,6 +333,8 @@ class StartMemory:
             MemoryRow("weights", weight_bytes, where, "exact"),
             *([MemoryRow("mapped weights", self._mapped, where, "exact")] if self._before_mapped else []),
             *([MemoryRow("mapped weights", self._on_disk, "disk", "exact")] if self._on_disk else []),
+            *([MemoryRow("weights in host memory", at_host, "host", "exact")] if at_host else []),
+            *([MemoryRow("buffers of these", of_buffers, where, "exact")] if at_host else []),
             *([MemoryRow("adapters' slots", adapter_bytes, where, "exact")] if adapter_bytes else []),
             MemoryRow("step buffers", buffer_bytes, where, "exact"),
             MemoryRow("compiled code and CUDA graphs", compiled, where, "measured"),
@@ -432,6 +441,7 @@ def check_room_for_weights(
     ranks: int = 1,
     *,
     are_mapped: bool = False,
+    elsewhere: int = 0,
 ) -> None:
     """``ValueError`` where the weights of ``directory`` cannot be loaded into the memory that is free.
 
@@ -439,10 +449,11 @@ def check_room_for_weights(
         weights: a description of them, on the device "meta"; ``kind``: of their linear layers.
         ranks: processes that load as much each.
         are_mapped: linear layers lie in a file, where each is put when it is made.
+        elsewhere: bytes of ``weights`` that are put into the memory of the host.
     """
     of_experts = [layer.nbytes // layer.num_experts for layer in experts(weights)]
     largest = max(*of_experts, *(linear.nbytes for linear in linears(weights)))
-    needed = num_bytes(weights) + kind.bytes_while_taking(largest)
+    needed = num_bytes(weights) - elsewhere + kind.bytes_while_taking(largest) + (largest if elsewhere else 0)
     if are_mapped:
         needed += max(layer.nbytes for layer in linear_layers(weights)) - num_bytes(tuple(linear_layers(weights)))
     needed += largest if config.load_format == "dummy" else 0  # a tensor is made as a whole

@@ -72,6 +72,7 @@ from compiled_llm.worker.memory import (
     estimated_activations,
     num_bytes,
 )
+from compiled_llm.worker.offloaded_weights import offloaded
 from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
 from compiled_llm.worker.rank_start import CompileTurn, check_device
 from compiled_llm.worker.read_ahead import ReadAhead
@@ -131,7 +132,7 @@ class StartedModel:
         self._set_rank(config, model_config, shard, group, peers)
         check_torch(self.device, config.enforce_eager)
         self.num_threads = use_threads(choose_threads(config.num_threads))
-        pool = graph_pool(config.cuda_graphs, self.device, config.enforce_eager)
+        pool = graph_pool(config.cuda_graphs, self.device, config.enforce_eager, config.cpu_offload_gb > 0)
         self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
         self.cache_dtypes = layer_dtypes(config, self.dtype, model_config)
         use_device(self.device, self.cache_dtypes, model_config)
@@ -148,7 +149,9 @@ class StartedModel:
             None if drafter is None else DraftPlan.of(drafter, limits.max_model_len, self.device, self.dtype)
         )
         self._kept = keeping(config, self.device, self.linears)
-        self._taken, self.adapters = adaptable(self._kept, config)
+        self._offloaded = offloaded(config, model_config, self.device, self.linears, self.dtype)
+        taken = self._kept if self._offloaded is None else self._offloaded.kind
+        self._taken, self.adapters = adaptable(taken, config)
         if self.model_config.own_layers is not None:
             self._taken = OwnLayers.of(self.model_config, self._taken)
         if self.shard is not None:
@@ -307,8 +310,13 @@ class StartedModel:
                 f"enable_expert_parallel must be False for {c.architecture}, which has no experts, given True"
             )
         of_place = self.device, self.dtype, self.num_ranks
-        how_much = own_weights(description.weights, c), self._taken, config, c, directory, *of_place
-        check_room_for_weights(*how_much, are_mapped=isinstance(self._kept, Keeping))
+        described, elsewhere = own_weights(description.weights, c), 0
+        if self._offloaded is not None:
+            described = self._offloaded.over_buffers(described, torch.device("meta"))
+            self._offloaded.check_room()
+            elsewhere = self._offloaded.host_bytes
+        how_much = described, self._taken, config, c, directory, *of_place
+        check_room_for_weights(*how_much, are_mapped=isinstance(self._kept, Keeping), elsewhere=elsewhere)
         sizes = {name: math.prod(shape) * self.dtype.itemsize for name, shape in description.taken.items()}
         with progress.stage("loading weights", sizes, is_long=False, in_bytes=True) as stage:
             if config.load_format == "dummy":
@@ -321,6 +329,8 @@ class StartedModel:
                 how = self.dtype, self.device, self._taken, stage.advance
                 weights = loader.load_weights(directory, c, *how, others)
             weights = own_weights(weights, c)
+            if self._offloaded is not None:
+                weights = self._offloaded.over_buffers(weights, self.device)
         if isinstance(adaptable, Adaptable):
             adaptable.note_names(description.other_names)
         say_cost_of_rounding(progress, self.linears, config.quantization)
@@ -330,6 +340,8 @@ class StartedModel:
         self.adapter_bytes = change_bytes(weights)
         shared = 0 if self.shard is None else num_bytes(self.group)  # which layers hold
         self.weight_bytes = num_bytes(weights) - self.adapter_bytes - shared
+        if self._offloaded is not None:
+            self.weight_bytes -= self._offloaded.buffer_bytes
         if isinstance(self._kept, Keeping) and isinstance(mapped := self._kept.file, KeptWeights):
             self.read_ahead = ReadAhead(mapped, memory.share_with_mapped(mapped.nbytes))
             self.times.disk_bytes_per_second = self.read_ahead.disk_bytes_per_second
@@ -415,14 +427,16 @@ class StartedModel:
             of_drafter = drafting.network.nbytes, num_bytes(drafting.kv_cache)
             drafting.make_coverage(num_blocks, self.swap_space.num_blocks + self.swap_space.num_tier_blocks)
         mapped = 0 if self.read_ahead is None else self.read_ahead.weights.nbytes
+        at_host = None if self._offloaded is None else (self._offloaded.host_bytes, self._offloaded.buffer_bytes)
         self.memory_ledger = memory.ledger(
-            max(0, self.weight_bytes - mapped),
+            max(0, self.weight_bytes - mapped - (0 if at_host is None else at_host[0])),
             self.steps.nbytes + self.group.memory.nbytes // self.num_ranks,
             self.kv_cache_bytes,
             self.swap_space.nbytes - self.swap_space.tier_nbytes,
             of_drafter,
             self.adapter_bytes,
             self.swap_space.tier_nbytes,
+            at_host,
         )
         contents = tuple(map(str, (self.model_config, self.dtype, self.cache_dtypes, config.model, config.seed)))
 

@@ -35,7 +35,7 @@ Norm = Tensor | LayerNorm  # a Tensor [D] is the weight of an RMS norm
 class TappedNorm(NamedTuple):
     """A norm whose input is noted in ``taken`` while a step is traced (``draft_heads/taps.py``)."""
 
-    norm: Norm
+    norm: "Norm | FetchingNorm"
     taken: list[Tensor]
 
 
@@ -44,6 +44,19 @@ class GivenNorm(NamedTuple):
 
     norm: Norm | None
     stream: Tensor  # [T, D]
+
+
+class FetchingNorm(NamedTuple):
+    """A norm of a layer's input, before which weights that lie in host memory begin to come (``models/offload.py``).
+
+    Attributes:
+        begun: the tensors in host memory, each with the buffer on the device that it is copied to.
+        awaited: the buffers that the layer reads.
+    """
+
+    norm: Norm
+    begun: tuple[tuple[Tensor, Tensor], ...]
+    awaited: tuple[Tensor, ...]
 
 
 class Change(NamedTuple):
@@ -130,13 +143,20 @@ class Residual:
         assert self.is_pending, "multiply follows add"
         self.scale = scale
 
-    def normed(self, norm: "Norm | TappedNorm | GivenNorm | None") -> "Normed":
+    def normed(self, norm: "Norm | TappedNorm | GivenNorm | FetchingNorm | None") -> "Normed":
         """Its norm; itself without one."""
         if isinstance(norm, GivenNorm):
             self.settle(norm.stream)
             norm = norm.norm
         if isinstance(norm, TappedNorm):
             norm.taken.append(self.tensor())
+            norm = norm.norm
+        if isinstance(norm, FetchingNorm):
+            latest = self.x if self._delta is None else self._delta
+            for host, buffer in norm.begun:
+                ops.fetch(latest, host, buffer)
+            for buffer in norm.awaited:
+                ops.await_fetched(latest, buffer)
             norm = norm.norm
         return Normed(self, norm)
 

@@ -202,6 +202,8 @@ ABORTS = Checks(("tests/e2e/test_engine.py::test_a_stream_closed_early_aborts_it
 NOISE = Checks(("tests/ops/sampling/test_noise.py",), load_torch=True)
 SAMPLER = Checks(("tests/step/test_sampling.py",), load_torch=True)
 RANK_LOGITS = Checks(("tests/step/test_rank_logits.py",), load_torch=True)
+OFFLOAD = Checks(("tests/e2e/test_offloaded_weights.py::test_the_same_answers_at_both_ends[plain]",), load_torch=True)
+FETCH = Checks(("tests/ops/test_fetch.py",), load_torch=True)
 ROUNDING = Checks(
     (
         "tests/ops/linear/test_searched_scales.py",
@@ -1070,6 +1072,25 @@ _PLANTED = """
             Replicas._made: request.sampling.get("seed") is None => False
         a hanging engine gets requests
             Replicas._of_role: working or others => of_role
+    models.offload, OFFLOAD
+        a buffer is filled before its layer has read it
+            with_fetches: layers[turn - _BUFFERS] + 1 => layers[turn - _BUFFERS]
+        all layers have one buffer
+            with_fetches: turn % _BUFFERS => 0
+        a layer reads the other buffer
+            _Turn.__call__: return self._buffers[key] =>
+                return self._buffers.get((1 - key[0], *key[1:]), self._buffers[key])
+        a tensor is not awaited
+            with_fetches: tuple(buffer for _, buffer in pairs) => tuple(buffer for _, buffer in pairs[1:])
+    models.layers.residual, OFFLOAD
+        weights are not awaited
+            Residual.normed: norm.awaited => ()
+    ops.fetch, FETCH
+        a copy does not wait for what reads its buffer
+            _begin_copy: beside.wait_stream(main) => None
+        a layer waits for the copy behind its own
+            _await_copy: main.wait_event(_arrival(buffer.device, buffer.data_ptr())) =>
+                main.wait_stream(_stream_beside(main))
     ops.linear.quantized_linear_a8, ROUNDING
         all groups have the first one's scale
             quantized_linear_a8_reference: products * sx[:, g : g + 1] => products * sx[:, :1]

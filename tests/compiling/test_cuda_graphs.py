@@ -195,7 +195,7 @@ def test_manual_graphs_are_compiled_without_the_compilers_own(monkeypatch: pytes
 def record_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines record graphs of functions that are not compiled, here or in other processes."""
     monkeypatch.setattr(function_module, "compile_at_first_call", lambda function, cuda_graphs: function)
-    monkeypatch.setattr(started_model, "graph_pool", lambda _, device, __: GraphPool(device))
+    monkeypatch.setattr(started_model, "graph_pool", lambda _, device, *others: GraphPool(device))
     for module in (compiled_steps, build_ahead):
         monkeypatch.setattr(module, "keeps_compiled_code", lambda: False)
 
@@ -309,6 +309,9 @@ def test_programmatic_launches_need_a_gpu_that_has_them(events: list[str], monke
     for capability in ((9, 0), (10, 0), (8, 9)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         pools = [graph_pool(mode, gpu) for mode in ("auto", "manual", "pinned")]
+        beside_fetches = graph_pool("auto", gpu, fetches=True)
+        assert beside_fetches is not None
+        assert not beside_fetches.programmatic
         assert [pool is not None and pool.programmatic for pool in pools] == [capability >= (9, 0), False, False]
         if capability >= (9, 0):
             pool = graph_pool("programmatic", gpu)

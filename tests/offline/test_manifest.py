@@ -41,7 +41,7 @@ CHANGING_NO_TOKEN = {
     "max_lora_modules_to_save",
     *("lora_target_modules", "kv_host_bytes", "kv_disk_path", "kv_disk_bytes"),
     *("role", "kv_transfer_address", "kv_transfer_bytes", "kv_transfer_peers"),
-    *("weights_path", "weights_bytes", "pipeline_parallel_size"),
+    *("weights_path", "weights_bytes", "cpu_offload_gb", "pipeline_parallel_size"),
 }
 
 

@@ -4,6 +4,7 @@
     compiled-llm report gpu-step --model DIR --gpu h200 --bucket tokens_2048 --context 8192 --kv-cache-dtype int8
     compiled-llm report gpu-step --shape qwen3-8b --bucket decode_32 --measured kernels.json --picture step.png
     compiled-llm report gpu-step --shape qwen3-0.6b --gpu h100 --bucket decode_1 --cuda-graphs programmatic
+    compiled-llm report gpu-step --shape llama-3.1-8b --gpu h100 --bucket decode_32 --cpu-offload-gb 6
 
 The step is compiled as the engine compiles it, for tensors without data, so a model of any size takes little memory.
 Every Triton kernel is compiled for the GPU's architecture. Times are estimates (gpu_step/estimate.py says how).
@@ -60,7 +61,9 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
         kernels = read_measured(args.measured, _measured_step(args, model)) if args.measured else None
         engine = with_bucket(engine_config(args), model, args.bucket)
         pretend(gpu)
-        made = compile_step(generate_step(engine, first_layers(model, args.layers), args.bucket), gpu)
+        # Where some layers' weights lie in host memory, the others are not like them.
+        generated = model if engine.cpu_offload_gb else first_layers(model, args.layers)
+        made = compile_step(generate_step(engine, generated, args.bucket), gpu)
         inspection = inspect(made, model.num_layers, args.context)
     measured = match(inspection, kernels) if kernels else None
     print(text_of(inspection, measured))
