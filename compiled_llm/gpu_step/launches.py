@@ -186,19 +186,12 @@ class _Recorder(TorchDispatchMode):
         self.launches.append(Launch(name, kind, self._op, read, tuple(outputs)))
 
     def _run_op(self, func: Any, args: tuple, kwargs: dict) -> Any:
-<<<<<<< HEAD
-=======
         if func.overloadpacket.__name__ == "fetch":
             self.transfers.append(Transfer(len(self.launches), storage_of(args[2]), args[1].nbytes))
             return func(*args, **kwargs)
         if func.overloadpacket.__name__ == "await_fetched":
             self.transfers.append(Transfer(len(self.launches), storage_of(args[1])))
             return func(*args, **kwargs)
-        if func.overloadpacket.__name__ in _BETWEEN_RANKS:
-            result = func(*args, **kwargs)
-            self.add(func.overloadpacket.__name__, [args[0]], [result])
-            return result
->>>>>>> offload
         before = self._op, self._mutated, self._fresh
         self._op = func.overloadpacket.__name__
         pairs = zip(func._schema.arguments, args, strict=False)

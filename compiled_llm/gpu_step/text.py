@@ -41,7 +41,6 @@ def text_of(inspection: Inspection, measured: Measured | None = None) -> str:
     return "\n".join(lines) + ("" if measured is None else _measured_text(measured, inspection))
 
 
-<<<<<<< HEAD
 def _links_text(inspection: Inspection) -> str:
     """What several GPUs exchange."""
     if not inspection.num_link_bytes:
@@ -50,7 +49,9 @@ def _links_text(inspection: Inspection) -> str:
     return (
         f"read of other GPUs' memory, which the estimate leaves out: {inspection.num_link_bytes / 1e6:.2f} MB in "
         f"{len(exchanging)} launches\n"
-=======
+    )
+
+
 def _transfers_text(inspection: Inspection) -> str:
     """What comes from host memory beside the launches."""
     found, rate = inspection.timeline, inspection.gpu.bus * BUS_SHARE / 1e9
@@ -58,7 +59,6 @@ def _transfers_text(inspection: Inspection) -> str:
         f"from host memory: {found.nbytes / 2**20:,.1f} MiB in {found.copies} copies beside the "
         f"launches, of which none is added. At {rate:.0f} GB/s ({BUS_SHARE:.0%} of the data sheet's, assumed) they "
         f"take {found.bus_seconds * 1e3:.3f} ms, and the step waits for them for {found.waiting_seconds * 1e3:.3f} ms"
->>>>>>> offload
     )
 
 
