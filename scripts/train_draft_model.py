@@ -1,10 +1,12 @@
 """Train a draft model for the bundled demo model: a smaller Qwen3 of the same vocabulary that guesses what it says.
 
-    python scripts/train_draft_model.py      # 8 minutes on two CPU cores, into compiled_llm/demo_drafters/draft_model
+    python scripts/write_own_texts.py texts.npy
+    python scripts/train_draft_model.py --texts texts.npy      # into compiled_llm/demo_drafters/draft_model
 
-It starts as the first layer of the demo model between its embedding and its head, which stay as they are. It reads the
-text that the demo model has learned from, and learns what the demo model thinks of each next token rather than which
-one comes: the loss is the cross-entropy with its distribution (distillation, Hinton et al., 2015, arXiv:1503.02531).
+It starts as the first and the last layer of the demo model between its embedding and its head, which stay as they are.
+It reads the text that the demo model has learned from, and what that has written itself, and learns what the demo model
+thinks of each next token rather than which one comes: the loss is the cross-entropy with its distribution
+(distillation, Hinton et al., 2015, arXiv:1503.02531; of its own outputs, as Agarwal et al., 2023, arXiv:2306.13649).
 Afterwards it measures on files that neither has seen how often both have the same likeliest token, and how much
 probability they share, the sum of min(p, q): what speculative decoding accepts at best. `training.json` keeps the
 record.
@@ -17,7 +19,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ import own_checkout
 import numpy as np
 import torch
 import train_demo_model as demo
+from muon import Muon
 from tqdm import tqdm
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
@@ -34,6 +37,8 @@ from compiled_llm.system import hardware as machine
 
 DEFAULT_OUTPUT = demo.DEFAULT_OUTPUT.parent / "demo_drafters" / "draft_model"
 NUM_CURVE_POINTS = 8
+_OTHER_LEARNING_RATE = 0.001  # the peak, of norms and biases
+_OWN_SHARE = 0.6  # of windows, where there are texts of the model's own
 
 
 def parser_of(document: str | None, minutes: float, context_length: int) -> FlagParser:
@@ -44,7 +49,8 @@ def parser_of(document: str | None, minutes: float, context_length: int) -> Flag
     add("--seed", type=int, default=0)
     add("--max-files", type=int, help="use only the first so many files, for a quick try")
     add("--context-length", type=int, default=context_length, help="of what it learns from, a multiple of 4")
-    add("--learning-rate", type=float, default=0.002, help="the peak (default: 0.002)")
+    add("--learning-rate", type=float, default=0.01, help="the peak, of matrices (default: 0.01)")
+    add("--texts", type=Path, help="what write_own_texts.py wrote, 6 of 10 windows are of it (default: none are)")
     return parser
 
 
@@ -57,6 +63,7 @@ def check(parser: FlagParser, args: argparse.Namespace, others: dict[str, tuple[
         "max_files": (args.max_files is None or args.max_files >= 10, "10 or more, so that some can be held out"),
         "context_length": (args.context_length >= 16 and args.context_length % 4 == 0, "a multiple of 4, 16 or more"),
         "learning_rate": (0 < args.learning_rate < 1, "above 0 and below 1"),
+        "texts": (args.texts is None or args.texts.is_file(), "a file"),
     }
     for name, (holds, rule) in (rules | others).items():
         if not holds:
@@ -64,22 +71,28 @@ def check(parser: FlagParser, args: argparse.Namespace, others: dict[str, tuple[
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = parser_of(__doc__, minutes=8.0, context_length=256)
+    parser = parser_of(__doc__, minutes=8.0, context_length=512)
     parser.add_argument("--target", type=Path, default=demo.DEFAULT_OUTPUT, help="folder of the model to draft for")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder to write")
-    parser.add_argument("--num-layers", type=int, default=1, help="of the draft model (default: 1)")
+    layers = "of the model, counted from 0, that it starts as (default: 0 3)"
+    parser.add_argument("--layers", type=int, nargs="+", default=[0, 3], help=layers)
     args = parser.parse_args(argv)
     target = args.target.is_dir(), "a folder with a model"
-    check(parser, args, {"target": target, "num_layers": (args.num_layers >= 1, "1 or more")})
+    check(parser, args, {"target": target, "layers": (min(args.layers) >= 0, "0 or more")})
     return args
 
 
-def build_student(num_layers: int, teacher: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
-    """The first layers of ``teacher`` with its embedding, head and last norm, as a model of its own."""
+def build_student(layers: Sequence[int], teacher: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
+    """These layers of ``teacher`` with its embedding, head and last norm, as a model of its own."""
+    if max(layers) >= len(teacher.model.layers):
+        raise SystemExit(f"--layers must be below the model's {len(teacher.model.layers)}, got {max(layers)}")
     config = copy.deepcopy(teacher.config)
-    config.num_hidden_layers, config.layer_types = num_layers, config.layer_types[:num_layers]
+    config.num_hidden_layers, config.layer_types = len(layers), [config.layer_types[number] for number in layers]
     student = Qwen3ForCausalLM(config)
-    student.load_state_dict(teacher.state_dict(), strict=False)
+    for own, number in zip(student.model.layers, layers, strict=True):
+        own.load_state_dict(teacher.model.layers[number].state_dict())
+    student.model.embed_tokens.load_state_dict(teacher.model.embed_tokens.state_dict())
+    student.model.norm.load_state_dict(teacher.model.norm.state_dict())
     student.model.embed_tokens.requires_grad_(False)
     return student
 
@@ -104,6 +117,19 @@ def agreement(student: torch.nn.Module, teacher: torch.nn.Module, windows: torch
     return {"same_likeliest_token": round(same / total, 4), "shared_probability": round(shared / total, 4)}
 
 
+def windows(documents: list[list[int]], args: argparse.Namespace) -> Iterator[torch.Tensor]:
+    """Endless batches ``[B, T + 1]`` of files, and of what the model wrote where ``args.texts`` has some."""
+    texts = None if args.texts is None else np.load(args.texts).astype(np.int64)
+    generator, length = np.random.default_rng(args.seed), args.context_length + 1
+    for rows in demo.batches(documents, args):
+        for row in range(len(rows) if texts is not None else 0):
+            if generator.random() < _OWN_SHARE:
+                text = texts[generator.integers(len(texts))]
+                start = generator.integers(len(text) - length + 1)
+                rows[row] = torch.from_numpy(text[start : start + length])
+        yield rows
+
+
 def train(
     student: torch.nn.Module,
     teacher: torch.nn.Module,
@@ -113,8 +139,12 @@ def train(
 ) -> dict[str, Any]:
     """Train for the budget of wall time; the learning rate follows the share of it that has passed."""
     trained = [p for p in student.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    stream = demo.batches(documents, args)
+    matrices, others = ([p for p in trained if (p.ndim == 2) is wanted] for wanted in (True, False))
+    optimizers = {
+        Muon(matrices, args.learning_rate): args.learning_rate,
+        torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True): _OTHER_LEARNING_RATE,
+    }
+    stream = windows(documents, args)
     budget, tokens_seen, steps, curve, recent = args.minutes * 60, 0, 0, [], []
     bar = tqdm(total=round(budget), unit="s", bar_format="{percentage:3.0f}%|{bar:30}| {n:.0f}/{total}s {postfix}")
     start = time.perf_counter()
@@ -122,9 +152,10 @@ def train(
         rows = next(stream)
         loss = distance(student, teacher, rows[:, :-1].contiguous())
         loss.backward()
-        optimizer.param_groups[0]["lr"] = args.learning_rate * demo.learning_rate_factor(progress)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer, peak_rate in optimizers.items():
+            optimizer.param_groups[0]["lr"] = peak_rate * demo.learning_rate_factor(progress)
+            optimizer.step()
+            optimizer.zero_grad()
         steps += 1
         tokens_seen += rows[:, 1:].numel()
         recent = [*recent[-49:], loss.item()]
@@ -172,7 +203,11 @@ def distil(
     record |= {"held_out": agreement(saved, teacher, windows[:: max(1, len(windows) // 64)])}
     header = {
         "command": " ".join(["python", *command]),
-        "settings": {name: value for name, value in vars(args).items() if name not in ("output", "target")},
+        "settings": {
+            name: value.name if isinstance(value, Path) else value
+            for name, value in vars(args).items()
+            if name not in ("output", "target")
+        },
         "machine": machine.describe(torch.device("cpu")),
         "parameters": num_parameters,
         "train_files": len(train_files),
@@ -189,8 +224,9 @@ def main(argv: list[str] | None = None) -> None:
         (args.output / "generation_config.json").unlink(missing_ok=True)
         return Qwen3ForCausalLM.from_pretrained(args.output, dtype=torch.float32).eval()
 
+    compiled = torch.compile(distance, dynamic=False)
     command = ["scripts/train_draft_model.py", *(sys.argv[1:] if argv is None else argv)]
-    distil(args, command, args.target, functools.partial(build_student, args.num_layers), distance, save, agreement)
+    distil(args, command, args.target, functools.partial(build_student, args.layers), compiled, save, agreement)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """Train heads that draft for the bundled demo model from its hidden states: an EAGLE-3 head, or Medusa heads.
 
-    python scripts/train_heads.py eagle3      # 5 minutes on two CPU cores, into compiled_llm/demo_drafters/eagle3
-    python scripts/train_heads.py medusa
+    python scripts/write_own_texts.py texts.npy
+    python scripts/train_heads.py eagle3 --texts texts.npy      # into compiled_llm/demo_drafters/eagle3
+    python scripts/train_heads.py medusa --texts texts.npy
 
-Both read the text that the demo model has learned from, and learn what it thinks of the tokens that follow: the loss is
-the cross-entropy with its distributions. The EAGLE-3 head learns from its own outputs, too, as it will draft from them
-("training-time test", Li et al., 2025, arXiv:2503.01840). Both use the embedding and the head of the demo model, which
-are not in their files. Afterwards it is measured on files that neither has seen how often each draft is the demo
-model's likeliest token, where the text before it is given. `training.json` keeps the record.
+Both read the text that the demo model has learned from, and what that has written itself, and learn what it thinks of
+the tokens that follow: the loss is the cross-entropy with its distributions. The EAGLE-3 head learns from its own
+outputs, too, as it will draft from them ("training-time test", Li et al., 2025, arXiv:2503.01840). Both use the
+embedding and the head of the demo model, which are not in their files. Afterwards it is measured on files that neither
+has seen how often each draft is the demo model's likeliest token, where the text before it is given. `training.json`
+keeps the record.
 """
 
 import argparse
@@ -22,7 +24,7 @@ import torch
 import torch.nn.functional as F
 import train_demo_model as demo
 import train_draft_model as draft_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM
 
@@ -174,9 +176,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = draft_model.parser_of(__doc__, minutes=5.0, context_length=128)
     parser.add_argument("method", choices=list(HEADS))
     parser.add_argument("--output", type=Path, help="folder to write (default: that of the bundled one)")
+    parser.add_argument("--start", type=Path, help="folder of heads to go on from (default: new ones)")
     args = parser.parse_args(argv)
     args.output = args.output or demo.DEFAULT_OUTPUT.parent / "demo_drafters" / args.method
-    draft_model.check(parser, args, {})
+    start = args.start is None or args.start.is_dir(), "a folder with heads"
+    draft_model.check(parser, args, {"start": start})
     return args
 
 
@@ -202,7 +206,13 @@ def _note(hidden: dict[int, Tensor], number: int, module: nn.Module, args: tuple
 def distance(student: Any, teacher: Qwen3ForCausalLM, input_ids: Tensor) -> Tensor:
     """Cross-entropy of all drafts with the teacher's distributions, in nats, the first counting most."""
     logits, hidden = taught(teacher, input_ids)
-    wanted = logits.softmax(-1)
+    return _distance(student, teacher, input_ids, logits.softmax(-1), hidden)
+
+
+@torch.compile(dynamic=False)
+def _distance(
+    student: Any, teacher: Qwen3ForCausalLM, input_ids: Tensor, wanted: Tensor, hidden: tuple[Tensor, ...]
+) -> Tensor:
     losses = [
         -(wanted * found.log_softmax(-1))[:, number:].sum() / wanted[:, number:, 0].numel()
         for number, found in enumerate(student.logits(teacher, input_ids, hidden))
@@ -239,8 +249,14 @@ def main(argv: list[str] | None = None) -> None:
         student.load_state_dict({name: value.float() for name, value in rounded.items()})
         return student
 
+    def build(teacher: Qwen3ForCausalLM) -> Any:
+        student = HEADS[args.method](teacher)
+        if args.start is not None:
+            student.load_state_dict(load_file(args.start / "model.safetensors"))
+        return student
+
     command = ["scripts/train_heads.py", *(sys.argv[1:] if argv is None else argv)]
-    draft_model.distil(args, command, demo.DEFAULT_OUTPUT, HEADS[args.method], distance, save, agreement)
+    draft_model.distil(args, command, demo.DEFAULT_OUTPUT, build, distance, save, agreement)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ _WORTH_BESIDE_PROMPTS = 0.5  # there a token costs about as much as in the large
 _FORGETTING, _OPTIMISM = 0.001, 0.8
 _FORGETTING_HOST = 0.05  # the same of the host's seconds, which single steps are far off
 _LOOKING = 0.003  # of the time of steps, that looking for drafts of no use may take
-_MOST_SKIPPED = 64  # steps
+_MOST_SKIPPED = 63  # steps
 _ORDERS = 6  # of lengths of proposals
 _WEIGHT_OF_A_LOOK = 0.15  # in what looks are expected to save
 
@@ -245,7 +245,7 @@ def num_expected(chance: float, count: int) -> float:
 
 
 def num_skipped(num_useless: int, look_seconds: float, step_seconds: float, least: int) -> int:
-    """After so many looks of no use in a row: how many steps go by before the next one.
+    """After so many looks of no use in a row: how many steps go by before the next one, a power of two less one.
 
     Args:
         look_seconds: that looks for all running requests take together.
@@ -253,4 +253,4 @@ def num_skipped(num_useless: int, look_seconds: float, step_seconds: float, leas
         least: steps that may go by however short a look is.
     """
     most = max(least, int(look_seconds / (_LOOKING * step_seconds)) if step_seconds else 0)
-    return min(most, _MOST_SKIPPED, 2 ** min(num_useless, 10) - 1)
+    return min((1 << (most + 1).bit_length() - 1) - 1, _MOST_SKIPPED, 2 ** min(num_useless, 10) - 1)

@@ -1,6 +1,7 @@
 """DraftPlanner: which drafts a step verifies. Plain Python."""
 
 import functools
+import math
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -25,6 +26,9 @@ from compiled_llm.scheduling.worker import StepResult
 from compiled_llm.scheduling.worker_drafts import WorkerDrafts
 
 _LOOK_SECONDS = 2e-5  # of a request, before any was measured
+# A look is of no use, too, where of late less than this share of a step's tokens beside the first of each request came
+# of drafts: some requests save little then, and all of them pay. The share is 0.3 before anything is known.
+_LEAST_SHARE, _WEIGHT_OF_A_STEP = 0.1, 0.02
 _SKIPPED_ON_A_GPU = 16  # steps after looks of no use: a look keeps the next step from starting while this one runs
 
 
@@ -60,6 +64,8 @@ class DraftPlanner:
         self.running_set.counts.num_accepted_by_position = (0,) * limits.num_draft_tokens
         self._histories: dict[Request, History] = {}
         self._of_all = Chances()
+        self._num_steps, self._share = 0, 0.3
+        self._useless_of_last = 0  # looks in a row of the request that ended last, less one
         self._look_seconds = _LOOK_SECONDS  # that looking for the drafts of a request takes; a moving average
         # When the step that was planned last began, how much of it was looking, and once it is done what it was.
         self._began, self._looked = 0.0, 0.0
@@ -75,7 +81,11 @@ class DraftPlanner:
         # The last token is sampled in any case: a draft for it would be of no use.
         takes = request.max_num_tokens - len(request.prompt_token_ids) > 1
         if takes and self._adapts:
-            self._histories[request] = History(request.waits_for_tokens, Chances(self._of_all))
+            history = History(request.waits_for_tokens, Chances(self._of_all))
+            if self._of_worker is not None:  # what a network costs is the same for each request
+                history.num_useless = self._useless_of_last
+                history.num_skipped = 2 ** min(self._useless_of_last, 6) - 1
+            self._histories[request] = history
         return takes
 
     def room(self, left: int) -> tuple[int, bool]:
@@ -103,6 +113,7 @@ class DraftPlanner:
         """
         self.proposed = {}
         started = time.perf_counter()
+        self._num_steps += 1
         self._end_step(started)
         if most <= 0:
             return
@@ -192,9 +203,10 @@ class DraftPlanner:
         if bucket.kind != "decode" or not self.costs:
             return
         size, seconds, costs = bucket.num_requests, result.seconds - drafting, self.costs
+        self._share += _WEIGHT_OF_A_STEP * (num_accepted / num_requests - self._share)
         samples = self._samples()
         costs.record(size, bucket.num_tokens, seconds, samples)
-        if drafting:
+        if drafting and result.draft_token_ids is not None:  # a step that it skips takes it next to nothing
             self._network_seconds[size] = moved(self._network_seconds.get(size, drafting), drafting)
         has_drafts = len(result.sampled_token_ids) > num_requests
         if has_drafts and (size, size) in costs.device(samples):
@@ -218,7 +230,9 @@ class DraftPlanner:
 
     def end(self, request: Request) -> None:
         """A request has ended."""
-        self._histories.pop(request, None)
+        history = self._histories.pop(request, None)
+        if history is not None:
+            self._useless_of_last = max(0, history.num_useless - 1)
         self.source.end(request)
 
     def _may_draft(self, request: Request) -> bool:
@@ -299,12 +313,15 @@ class DraftPlanner:
             if beside_prompts:
                 gain = sum(tokens) * (plain + host[0]) / num_requests
         network = 0.0 if self._of_worker is None else self._network_seconds.get(size, 0.0) / len(asked)
-        look = self._look_seconds + network  # of a request: what it has to save
+        look = self._look_seconds + network  # of a request
+        least = look if self._share >= _LEAST_SHARE else math.inf  # that it has to save
         steps, all_tokens = 0 if limits.mixes_lens else _SKIPPED_ON_A_GPU, sum(tokens)
         for request, history, drafts, own in zip(asked, histories, proposals, tokens, strict=True):
             if self._of_worker is not None and not drafts:
                 continue  # nothing was drafted behind the last step, which says nothing
             history.proposal, history.num_output_tokens = drafts, len(request.output_token_ids)
-            history.look(gain * own / all_tokens if all_tokens else 0.0, look)
-            history.num_skipped = num_skipped(history.num_useless, look * num_requests, plain + host[0], steps)
+            history.look(gain * own / all_tokens if all_tokens else 0.0, least)
+            skipped = num_skipped(history.num_useless, look * num_requests, plain + host[0], steps)
+            # Requests of no use are looked at in the same steps: a look at several takes little longer than at one.
+            history.num_skipped = skipped - self._num_steps % (skipped + 1)
         return counts

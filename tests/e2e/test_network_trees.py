@@ -82,7 +82,7 @@ def test_the_first_ranks_are_a_chains_drafts(method: str, plain: Outputs) -> Non
     assert stats.num_accepted_by_position[1] > 0, "no path was longer than a token"
     assert stats.num_steps < 24
     chains = [dataclasses.replace(one, drafts=first_path(one.drafts, config)) for one in found]
-    assert len(chains) > 20
+    assert len(chains) > 12
     every = [] if method == "medusa" else [(one, *node) for one in found[::4] for node in gone_on_from(one)]
     if method == "draft_model":
         own = {name: value for name, value in ARGUMENTS.items() if name not in ("enforce_eager", "progress")}

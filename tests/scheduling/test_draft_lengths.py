@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from compiled_llm.scheduling import draft_planner
-from compiled_llm.scheduling.bucket import buckets_of, choose_bucket
+from compiled_llm.scheduling.bucket import Bucket, buckets_of, choose_bucket
 from compiled_llm.scheduling.draft_lengths import (
     Acceptance,
     Chances,
@@ -18,8 +18,11 @@ from compiled_llm.scheduling.draft_lengths import (
     num_expected,
     num_skipped,
 )
+from compiled_llm.scheduling.draft_planner import DraftPlanner
 from compiled_llm.scheduling.request import Request
+from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.worker import StepResult
+from compiled_llm.scheduling.worker_drafts import WorkerDrafts
 from tests.fake_engine import FakeDrafter, FakeEngine, add, check_result, expected_tokens, make_request, make_scheduler
 
 SIZES = [(4, 4), (4, 8), (4, 16)]
@@ -180,9 +183,9 @@ def test_what_the_host_takes_is_known_with_drafts_and_without() -> None:
 
 def test_looks_of_no_use_become_rare_where_they_take_a_share_of_the_time() -> None:
     assert [num_skipped(n, 1e-6, 1.0, 0) for n in range(9)] == [0] * 9
-    assert [num_skipped(n, 0.06, 1.0, 0) for n in range(9)] == [0, 1, 3, 7, 15, 20, 20, 20, 20]
-    assert num_skipped(99, 10.0, 1.0, 0) == 64
-    assert num_skipped(99, 0.0, 1.0, 16) == 16
+    assert [num_skipped(n, 0.06, 1.0, 0) for n in range(9)] == [0, 1, 3, 7, 15, 15, 15, 15, 15]
+    assert num_skipped(99, 10.0, 1.0, 0) == 63
+    assert num_skipped(99, 0.0, 1.0, 16) == 15
 
 
 # -- In the scheduler
@@ -272,3 +275,39 @@ def test_a_step_lasts_until_the_next_one_begins_without_looks_and_the_device(mon
     assert num_drafted > 5
     assert scheduler.drafts.costs.host(1, has_drafts=True) == pytest.approx(4.0, rel=0.1)
     assert scheduler.counts.draft_seconds == pytest.approx(0.25 * source.num_asked)
+
+
+def network_planner() -> tuple[Scheduler, DraftPlanner]:
+    seconds = tuple(((size, size * length), 1.0) for size in (1, 2, 4) for length in (1, 2, 4))
+    scheduler = make_scheduler(20, source=WorkerDrafts(3, adapts=True), arguments={"decode_seconds": seconds})
+    assert scheduler.drafts is not None
+    return scheduler, scheduler.drafts
+
+
+def test_what_a_network_takes_is_that_of_steps_in_which_it_drafts() -> None:
+    _, planner = network_planner()
+    bucket = Bucket("decode", 1, 1)
+    for drafts, seconds in ((((1, 2, 3),), 0.5), (None, 0.001), (None, 0.001)):
+        planner.record(StepResult(bucket, (1,), seconds=1.5, draft_token_ids=drafts, draft_seconds=seconds), 1, 0)
+    assert planner._network_seconds == {1: 0.5}
+
+
+@pytest.mark.parametrize(("useless", "skipped"), [(0, 0), (1, 0), (4, 7), (50, 63)])
+def test_a_request_begins_with_what_a_network_was_worth_to_the_last_one(useless: int, skipped: int) -> None:
+    scheduler, planner = network_planner()
+    last, following = add(scheduler, make_request("x", 5, 24), make_request("y", 5, 24))
+    planner.takes_drafts(last)
+    planner._histories[last].num_useless = useless
+    planner.end(last)
+    assert planner.takes_drafts(following)
+    assert planner._histories[following].num_skipped == skipped
+
+
+def test_looks_are_of_no_use_where_few_tokens_come_of_drafts() -> None:
+    _, planner = network_planner()
+    for _ in range(100):
+        planner.record(StepResult(Bucket("decode", 4, 4), (1,) * 4, seconds=1.0), 4, 0)
+    assert planner._share < draft_planner._LEAST_SHARE
+    for _ in range(10):
+        planner.record(StepResult(Bucket("decode", 8, 4), (1,) * 8, seconds=1.0), 4, 4)
+    assert planner._share > draft_planner._LEAST_SHARE
