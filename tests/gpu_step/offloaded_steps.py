@@ -1,9 +1,9 @@
 """Steps of an engine with weights in host memory, for a GPU that is not there: a program, a process of its own.
 
-    python -m tests.gpu_step.offloaded_steps SHAPE BUCKET GIB LAYERS [plain]
+    python -m tests.gpu_step.offloaded_steps SHAPE BUCKET GIB LAYERS
 
-With "plain" the same step without such weights is compiled, too. It prints a JSON line: how the compiled step has its
-launches and copies, and whether it can be kept.
+The same step without such weights is compiled, too. It prints a JSON line: how the compiled step has its launches and
+copies, and whether it can be kept.
 """
 
 import json
@@ -41,7 +41,7 @@ def faults(launches: list[Launch], transfers: list[Transfer]) -> list[str]:
     return [*found, *(f"{buffer} is not awaited" for buffer, now in state.items() if now != "there")]
 
 
-def main(shape: str, bucket: str, gib: float, layers: int, also_plain: bool) -> dict[str, Any]:
+def main(shape: str, bucket: str, gib: float, layers: int) -> dict[str, Any]:
     """What the tests ask of a step."""
     model = first_layers(parse_config(SHAPES[shape]), layers)
     engine = EngineConfig(device="cuda", dtype="bfloat16", max_model_len=2048, cpu_offload_gb=gib)
@@ -54,15 +54,13 @@ def main(shape: str, bucket: str, gib: float, layers: int, also_plain: bool) -> 
         assert code is not None
         rehearse(load_ready(code, step.function.__globals__, compiled_kernel), step.args)
     keep_nothing()
-    plain: list[Launch] | None = None
-    if also_plain:
-        plain, _ = run_on_fakes(generate_step(EngineConfig(device="cuda", max_model_len=2048), model, bucket))
+    plain, _ = run_on_fakes(generate_step(EngineConfig(device="cuda", max_model_len=2048), model, bucket))
     made = generate_step(engine, model, bucket)
     launches, transfers = run_on_fakes(made)
     first_wait = next(one.place for one in transfers if not one.nbytes)
     return {
         "graphs": [facts["graphs"], facts["graph_breaks"]],
-        "launches": [[one.name for one in launches], plain and [one.name for one in plain]],
+        "launches": [[one.name for one in launches], [one.name for one in plain]],
         "copies": [one.nbytes for one in transfers if one.nbytes],
         "buffers": len({one.buffer for one in transfers}),
         "first": [transfers[0].place, first_wait],
@@ -83,4 +81,4 @@ def _without(transfers: list[Transfer], place: int) -> list[Transfer]:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    print(json.dumps(main(sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]), len(sys.argv) > 5)))
+    print(json.dumps(main(sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]))))
