@@ -19,7 +19,7 @@ OP = "sampling_cpu"
 CHUNK = 256
 BEST = ordinary_sets(OP)[0]
 VOCABULARIES = (1, 255, 257, 4096, 20011)  # the first three leave ranks without a token
-SIZES = (1, 2, 3, 4)
+SIZES = (1, 3, *(pytest.param(size, marks=pytest.mark.battery) for size in (2, 4)))
 
 
 def own_logits(logits: Tensor, rank: int, size: int) -> Tensor:
