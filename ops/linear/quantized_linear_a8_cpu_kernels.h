@@ -3,8 +3,9 @@
 //
 // A product takes groups of four inputs. With VNNI these are one instruction, of unsigned weights by signed
 // activations: codes of int8 are kept with an offset of 128 there (those of int4 always with 8), and the sums start at
-// what makes up for it. Without, weights and activations are widened to 16 bits, but for codes of int4 on AVX2. ARM multiplies groups of signed bytes. On tile
-// registers blocks of rows are multiplied (..._amx.h).
+// what makes up for it. AVX2 has one of unsigned by signed bytes to sums of two, in 16 bits. Without, weights and
+// activations are widened to 16 bits. ARM multiplies groups of signed bytes. On tile registers blocks of rows are
+// multiplied (..._amx.h).
 
 #include <array>
 #include <cstring>
@@ -62,36 +63,55 @@ INLINE IntRegister added(IntRegister sum, const Bytes& w, const Bytes& x) {
 #endif
 
 #if WIDTH == 256
-// Codes of 4 bits by an instruction of unsigned by signed bytes: a pair's sum is at most 2 * 15 * 128, so none saturates.
-INLINE IntRegister added(IntRegister sum, ByteRegister w, ByteRegister x) {
-  const __m256i pairs = _mm256_maddubs_epi16(reinterpret_cast<__m256i>(w), reinterpret_cast<__m256i>(x));
-  return sum + reinterpret_cast<IntRegister>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+// Products of unsigned by signed bytes, and the sums of two neighbours. None saturates: a sum is at most 2 * 15 * 127 of
+// codes of 4 bits. Of int8 the sizes are multiplied, and the activations get the signs: 2 * 128 * 127.
+struct Signed {
+  ByteRegister size, code;
+};
+INLINE ShortRegister pairs_of(ByteRegister w, ByteRegister x) {
+  return reinterpret_cast<ShortRegister>(_mm256_maddubs_epi16(reinterpret_cast<__m256i>(w), reinterpret_cast<__m256i>(x)));
 }
+INLINE ShortRegister pairs_of(const Signed& w, ByteRegister x) {
+  const __m256i with_signs = _mm256_sign_epi8(reinterpret_cast<__m256i>(x), reinterpret_cast<__m256i>(w.code));
+  return pairs_of(w.size, reinterpret_cast<ByteRegister>(with_signs));
+}
+INLINE IntRegister joined_pairs(ShortRegister pairs) {
+  return reinterpret_cast<IntRegister>(_mm256_madd_epi16(reinterpret_cast<__m256i>(pairs), _mm256_set1_epi16(1)));
+}
+template <class W>
+INLINE IntRegister added(IntRegister sum, const W& w, ByteRegister x) {
+  return sum + joined_pairs(pairs_of(w, x));
+}
+using Inputs = ByteRegister;
 template <int BITS>
-using Operand = std::conditional_t<BITS == 4, ByteRegister, Bytes>;
+using Weights = std::conditional_t<BITS == 4, ByteRegister, Signed>;
 #else
+using Inputs = Bytes;
 template <int BITS>
-using Operand = Bytes;
+using Weights = Bytes;
 #endif
-
-template <int BITS>
-INLINE Operand<BITS> operand(ByteRegister bytes) {
-  if constexpr (std::is_same_v<Operand<BITS>, ByteRegister>) return bytes;
-  else return four(bytes);
-}
 
 // The weights of inputs 4 `part` to 4 `part` + 3 of a word.
 template <int BITS>
-INLINE Operand<BITS> weights(ByteRegister word, int part) {
-  if constexpr (BITS == 4) return operand<BITS>(part == 0 ? word & 15 : (word >> 4) & 15);
-  else return operand<BITS>(DOT ? word ^ 0x80 : word);
+INLINE Weights<BITS> weights(ByteRegister word, int part) {
+  const ByteRegister bytes = BITS == 8 ? (DOT ? word ^ 0x80 : word) : part == 0 ? word & 15 : (word >> 4) & 15;
+#if WIDTH == 256
+  if constexpr (BITS == 4) return bytes;
+  else return {reinterpret_cast<ByteRegister>(_mm256_abs_epi8(reinterpret_cast<__m256i>(bytes))), bytes};
+#else
+  return four(bytes);
+#endif
 }
 
-template <int BITS>
-INLINE Operand<BITS> broadcast_four(const int8_t* from) {
+INLINE Inputs broadcast_four(const int8_t* from) {
   int32_t word;
   std::memcpy(&word, from, sizeof(word));
-  return operand<BITS>(reinterpret_cast<ByteRegister>(IntRegister{} + word));
+  const auto bytes = reinterpret_cast<ByteRegister>(IntRegister{} + word);
+#if WIDTH == 256
+  return bytes;
+#else
+  return four(bytes);
+#endif
 }
 
 INLINE Part part_of(const Vec& x, int i) { return load_part(reinterpret_cast<const float*>(&x) + i * kPartLanes); }
@@ -125,8 +145,8 @@ INLINE int64_t multiply_matrices(const Work8& work, int64_t word, int64_t end, I
       }
       if constexpr (M % 2 == 1) {
         IntRegister& sum = sums[M - 1][i];
-        sum = added(sum, a, broadcast_four<BITS>(codes + (M - 1) * work.x.stride));
-        sum = added(sum, b, broadcast_four<BITS>(codes + (M - 1) * work.x.stride + 4));
+        sum = added(sum, a, broadcast_four(codes + (M - 1) * work.x.stride));
+        sum = added(sum, b, broadcast_four(codes + (M - 1) * work.x.stride + 4));
       }
     }
   }
@@ -135,9 +155,45 @@ INLINE int64_t multiply_matrices(const Work8& work, int64_t word, int64_t end, I
 }
 #endif
 
+#if WIDTH == 256
+// Of codes of 4 bits the pairs of four words, eight for each output, fit into 16 bits. Returns the first word that is left.
+template <int M, int C>
+INLINE int64_t multiply_pairs(const Work8& work, int64_t word, int64_t end, IntRegister (&sums)[M][C * PARTS]) {
+  constexpr int WORDS = 4;
+  for (; word + WORDS <= end; word += WORDS) {
+    ShortRegister pairs[M][C * PARTS] = {};
+#pragma GCC unroll 4
+    for (int64_t at = word; at < word + WORDS; ++at) {
+      ByteRegister raw[C * PARTS];
+#pragma GCC unroll 4
+      for (int i = 0; i < C * PARTS; ++i)
+        raw[i] = load_bytes(work.w + i / PARTS * work.words * WORD_BYTES + at * WORD_BYTES + i % PARTS * (WIDTH / 8));
+      for (int c = 0; c < C; ++c) __builtin_prefetch(work.later + (c * work.words + at) * WORD_BYTES, 0, 2);
+#pragma GCC unroll 2
+      for (int part = 0; part < 2; ++part)
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) {
+          const Inputs x = broadcast_four(work.x.codes + m * work.x.stride + (at * 2 + part) * 4);
+#pragma GCC unroll 4
+          for (int i = 0; i < C * PARTS; ++i) {
+            pairs[m][i] += pairs_of(weights<4>(raw[i], part), x);
+            asm("" : "+x"(pairs[m][i]));  // or GCC 12 keeps all products in memory to add them in another order
+          }
+        }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+      for (int i = 0; i < C * PARTS; ++i) sums[m][i] += joined_pairs(pairs[m][i]);
+  }
+  return word;
+}
+#endif
+
 // Small products hold several sums of each output, so that they do not wait for one another.
 template <int BITS, int M, int C>
-TARGET void multiply(const Work8& work) {
+TARGET void multiply(const Work8& given) {
+  const Work8 work = given;  // of its own: no store to totals can change it
   constexpr int STEP = BITS == 4 ? 2 : 1, SUMS = M * C * PARTS <= 2 ? 4 : M * C * PARTS <= 6 ? 2 : 1;
   const int64_t groups = work.x.groups, w_stride = work.words * WORD_BYTES;
   std::memset(work.totals, 0, M * C * TILE * sizeof(float));
@@ -161,17 +217,20 @@ TARGET void multiply(const Work8& work) {
       for (int c = 0; c < C; ++c) __builtin_prefetch(work.later + c * w_stride + at * WORD_BYTES, 0, 2);
 #pragma GCC unroll 2
       for (int part = 0; part < STEP; ++part) {
-        Operand<BITS> w[C * PARTS];
+        Weights<BITS> w[C * PARTS];
 #pragma GCC unroll 4
         for (int i = 0; i < C * PARTS; ++i) w[i] = weights<BITS>(raw[i], part);
 #pragma GCC unroll 8
         for (int m = 0; m < M; ++m) {
-          const Operand<BITS> x = broadcast_four<BITS>(work.x.codes + m * work.x.stride + (at * STEP + part) * 4);
+          const Inputs x = broadcast_four(work.x.codes + m * work.x.stride + (at * STEP + part) * 4);
 #pragma GCC unroll 4
           for (int i = 0; i < C * PARTS; ++i) sums[s][m][i] = added(sums[s][m][i], w[i], x);
         }
       }
     };
+#if WIDTH == 256
+    if constexpr (BITS == 4) word = multiply_pairs<M, C>(work, word, end, sums[0]);
+#endif
 #if NEON >= 2
     if constexpr (M > 1) word = multiply_matrices<BITS>(work, word, end, sums[0]);
 #endif
@@ -180,22 +239,30 @@ TARGET void multiply(const Work8& work) {
       for (int s = 0; s < SUMS; ++s) take(s, word + s);
     for (; word < end; ++word) take(0, word);
 #pragma GCC unroll 3
-    for (int c = 0; c < C; ++c)
+    for (int c = 0; c < C; ++c) {
+      const int64_t tile = (c * groups + g) * TILE;
+      Part scales[PARTS], zeros[PARTS] = {};
+#pragma GCC unroll 4
+      for (int i = 0; i < PARTS; ++i) scales[i] = load_part(work.scales + tile + i * kPartLanes);
+      if (work.zeros != nullptr)
+#pragma GCC unroll 4
+        for (int i = 0; i < PARTS; ++i) zeros[i] = load_part(work.zeros + tile + i * kPartLanes);
 #pragma GCC unroll 8
-      for (int m = 0; m < M; ++m)
+      for (int m = 0; m < M; ++m) {
+        const Part inputs = work.x.inputs[m * groups + g] - Part{};
+        const Part of_group = (work.x.of_groups == nullptr ? 1.f : work.x.of_groups[m * groups + g]) - Part{};
 #pragma GCC unroll 4
         for (int i = 0; i < PARTS; ++i) {
           IntRegister whole = sums[0][m][c * PARTS + i];
 #pragma GCC unroll 4
           for (int s = 1; s < SUMS; ++s) whole += sums[s][m][c * PARTS + i];
-          const int64_t lane = i * kPartLanes, at = (c * groups + g) * TILE + lane;
           Part sum = __builtin_convertvector(whole, Part);
-          if (work.zeros != nullptr)
-            sum = fma(-load_part(work.zeros + at), work.x.inputs[m * groups + g] - Part{}, sum);
-          if (work.x.of_groups != nullptr) sum *= work.x.of_groups[m * groups + g] - Part{};
-          float* total = work.totals + (m * C + c) * TILE + lane;
-          store_part(total, fma(sum, load_part(work.scales + at), load_part(total)));
+          if (work.zeros != nullptr) sum = fma(-zeros[i], inputs, sum);
+          float* const total = work.totals + (m * C + c) * TILE + i * kPartLanes;
+          store_part(total, fma(sum * of_group, scales[i], load_part(total)));
         }
+      }
+    }
   }
 }
 
@@ -232,13 +299,14 @@ TARGET void stream_groups(const Stream8<S>& work) {
         w += WORD_BYTES;
 #pragma GCC unroll 2
         for (int part = 0; part < STEP; ++part) {
-          Operand<BITS> codes[PARTS];
+          Weights<BITS> codes[PARTS];
 #pragma GCC unroll 4
           for (int i = 0; i < PARTS; ++i)
-            codes[i] = SHIFTED && part == 1 ? operand<BITS>(raw[i] & 0xf0) : weights<BITS>(raw[i], part);
+            if constexpr (SHIFTED) codes[i] = part == 1 ? four(raw[i] & 0xf0) : weights<BITS>(raw[i], part);
+            else codes[i] = weights<BITS>(raw[i], part);
 #pragma GCC unroll 4
           for (int m = 0; m < M; ++m) {
-            const Operand<BITS> x = broadcast_four<BITS>(work.x.codes + m * work.x.stride + (at * STEP + part) * 4);
+            const Inputs x = broadcast_four(work.x.codes + m * work.x.stride + (at * STEP + part) * 4);
 #pragma GCC unroll 4
             for (int i = 0; i < PARTS; ++i) {
               IntRegister& sum = sums[part % SIDES][s][m][i];
