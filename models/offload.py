@@ -10,7 +10,7 @@ Families and kinds of linear layer know nothing of it: such a layer is one of it
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,16 +55,21 @@ def _changed(value: Any, change: Callable[[Tensor], Tensor], of_linear: bool) ->
     return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
 
 
-def bytes_of_layer(layer: Any) -> int:
-    """Those of a layer that are offloaded."""
+def sizes_of_layer(layer: Any) -> list[int]:
+    """Bytes of each tensor of a layer that is offloaded."""
     found: list[int] = []
 
-    def count(tensor: Tensor) -> Tensor:
+    def note(tensor: Tensor) -> Tensor:
         found.append(tensor.nbytes)
         return tensor
 
-    with_weights(layer, count)
-    return sum(found)
+    with_weights(layer, note)
+    return found
+
+
+def bytes_of_layer(layer: Any) -> int:
+    """Those of a layer that are offloaded."""
+    return sum(sizes_of_layer(layer))
 
 
 def spread(count: int, num_layers: int) -> tuple[int, ...]:
@@ -187,34 +192,63 @@ class _Turn:
 class PinnedMemory:
     """Host memory that the device copies from while it computes: large pieces, in which tensors lie side by side.
 
-    torch rounds pinned memory up to powers of two; the pieces are such, so little is lost.
+    torch rounds pinned memory up to powers of two; the pieces are such, so none of that is lost.
 
     Args:
-        piece_bytes: of a piece; larger tensors have one of their own.
+        sizes: bytes of the tensors to come, about; the last pieces are no larger than what these leave.
+        piece_bytes: of a piece, a power of two; larger tensors have larger ones.
         pinned: False where there is no GPU.
     """
 
-    def __init__(self, piece_bytes: int = 2**30, pinned: bool = True) -> None:
-        self._piece_bytes, self._pinned = piece_bytes, pinned
-        self._pieces: list[tuple[Tensor, int]] = []  # with the bytes in use
+    def __init__(self, sizes: Iterable[int], piece_bytes: int = 2**31, pinned: bool = True) -> None:
+        sizes = tuple(sizes)
+        self._sizes, self._piece_bytes, self._pinned = sizes, piece_bytes, pinned
+        self._left = sum(map(_aligned, sizes))
+        self._pieces: list[Tensor] = []
+        self._room: list[tuple[int, int]] = []  # of each piece: its bytes, and those in use
 
     @property
     def nbytes(self) -> int:
         """Of all pieces."""
-        return sum(piece.nbytes for piece, _ in self._pieces)
+        return sum(piece.nbytes for piece in self._pieces)
+
+    @property
+    def foreseen_nbytes(self) -> int:
+        """The same of ``sizes``, before any of the tensors has come."""
+        planned = PinnedMemory(self._sizes, self._piece_bytes)
+        for size in self._sizes:
+            planned._place(size)
+        return sum(nbytes for nbytes, _ in planned._room)
 
     def put(self, tensor: Tensor) -> Tensor:
         """A copy of ``tensor``, which has no gaps, with its strides."""
         size = tensor.nbytes
         span = 1 + sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
         assert span * tensor.itemsize == size, f"a weight with gaps: {tensor.shape}, {tensor.stride()}"
-        place = next((n for n, (piece, used) in enumerate(self._pieces) if used + size <= piece.nbytes), None)
-        if place is None:
-            piece_bytes = max(self._piece_bytes, size)
-            made = torch.empty(piece_bytes, dtype=torch.uint8, pin_memory=self._pinned)
-            self._pieces.append((made, 0))
-            place = len(self._pieces) - 1
-        piece, start = self._pieces[place]
-        self._pieces[place] = piece, -(-(start + size) // _ALIGNMENT) * _ALIGNMENT
-        copy = piece[start : start + size].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        number, start = self._place(size)
+        if number == len(self._pieces):
+            nbytes, _ = self._room[number]
+            self._pieces.append(torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned))
+        place = self._pieces[number][start : start + size]
+        copy = place.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
         return copy.copy_(tensor)
+
+    def close(self) -> None:
+        """Let the pieces go: each is free once no tensor in it is in use."""
+        self._pieces.clear()
+        self._room.clear()
+
+    def _place(self, size: int) -> tuple[int, int]:
+        """For so many bytes: the first piece with room for them, and where they begin in it."""
+        number = next((n for n, (nbytes, used) in enumerate(self._room) if used + size <= nbytes), len(self._room))
+        if number == len(self._room):
+            least = max(size, min(self._piece_bytes, self._left))
+            self._room.append((1 << (least - 1).bit_length(), 0))
+        nbytes, start = self._room[number]
+        self._room[number] = nbytes, start + _aligned(size)
+        self._left -= _aligned(size)
+        return number, start
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

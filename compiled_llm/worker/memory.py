@@ -55,8 +55,8 @@ class MemoryLedger:
 
     - mapped weights: those in a file (``weights_path``) that are to stay in memory, in the page cache, where other
       engines have the same; the others are on the disk (``where``), and read for each step.
-    - weights in host memory, buffers of these: those that come for each step (``cpu_offload_gb``), and what they come
-      to on the device.
+    - weights in host memory, buffers of these: the memory that those lie in which come for each step
+      (``cpu_offload_gb``), whole pieces of it, and what they come to on the device.
     - weights, adapters' slots, step buffers, KV pool (the sink block included), swap space: the engine's tensors. Of a
       network that drafts, its weights and its KV pool have rows of their own; its buffers are among the others.
     - KV tier: host memory for blocks that leave the prefix cache (``kv_host_bytes``).
@@ -308,8 +308,8 @@ class StartMemory:
         """What everything came to, now that the pool is there (and on a GPU the graphs are recorded on it).
 
         ``drafter``: bytes of the weights and of the KV pool of a network that drafts. ``adapter_bytes``: of all slots.
-        ``tier_bytes``: of host memory for what leaves the prefix cache. ``offloaded``: bytes of the weights in host
-        memory, and of the buffers that they come to.
+        ``tier_bytes``: of host memory for what leaves the prefix cache. ``offloaded``: bytes of the host memory that
+        weights lie in, and of the buffers that they come to.
         """
         of_drafter = sum(drafter or ())
         at_host, of_buffers = offloaded or (0, 0)

@@ -9,7 +9,7 @@ from compiled_llm.api.config import EngineConfig
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.fallback.config import TransformersConfig
 from compiled_llm.models.linears.protocol import LinearKind
-from compiled_llm.models.offload import Offloading, PinnedMemory, chosen_layers, with_fetches
+from compiled_llm.models.offload import Offloading, PinnedMemory, chosen_layers, sizes_of_layer, with_fetches
 from compiled_llm.models.registry import family_of
 from compiled_llm.system.resources import free_memory
 
@@ -22,7 +22,7 @@ class OffloadedWeights:
 
     Attributes:
         kind: of linear layers: puts those of chosen layers into host memory as they are made.
-        memory: that host memory.
+        memory: that host memory, which takes somewhat more than the weights.
         host_bytes, buffer_bytes: of weights there, and of what they come to on the device; 0 before ``over_buffers``.
     """
 
@@ -39,10 +39,11 @@ class OffloadedWeights:
 
     def check_room(self) -> None:
         """``ValueError`` where the host has too little memory, after ``over_buffers`` of a description."""
-        if self.host_bytes > (free := free_memory()):
+        needed = self.memory.foreseen_nbytes
+        if needed > (free := free_memory()):
             raise ValueError(
-                f"cpu_offload_gb must be less: {self.host_bytes >> 20} MiB of weights would lie in host memory, of "
-                f"which {free >> 20} MiB are free"
+                f"cpu_offload_gb must be less: {self.host_bytes >> 20} MiB of weights would lie in {needed >> 20} MiB "
+                f"of host memory, of which {free >> 20} MiB are free"
             )
 
 
@@ -69,5 +70,6 @@ def offloaded(
         )
     described = family_of(model_config).describe(model_config, dtype, linears)
     layers = chosen_layers(described.weights, gib, model_config.architecture)
-    memory = PinnedMemory(pinned=device.type == "cuda")
+    sizes = [size for number in layers for size in sizes_of_layer(described.weights.layers[number])]
+    memory = PinnedMemory(sizes, pinned=device.type == "cuda")
     return OffloadedWeights(Offloading.of(linears, model_config, layers, memory.put), memory)

@@ -201,6 +201,8 @@ class StartedModel:
         self.steps.close()
         if self.read_ahead is not None:
             self.read_ahead.close()
+        if self._offloaded is not None:
+            self._offloaded.memory.close()
         del self.swap_space
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -427,16 +429,16 @@ class StartedModel:
             of_drafter = drafting.network.nbytes, num_bytes(drafting.kv_cache)
             drafting.make_coverage(num_blocks, self.swap_space.num_blocks + self.swap_space.num_tier_blocks)
         mapped = 0 if self.read_ahead is None else self.read_ahead.weights.nbytes
-        at_host = None if self._offloaded is None else (self._offloaded.host_bytes, self._offloaded.buffer_bytes)
+        offload = self._offloaded
         self.memory_ledger = memory.ledger(
-            max(0, self.weight_bytes - mapped - (0 if at_host is None else at_host[0])),
+            max(0, self.weight_bytes - mapped - (0 if offload is None else offload.host_bytes)),
             self.steps.nbytes + self.group.memory.nbytes // self.num_ranks,
             self.kv_cache_bytes,
             self.swap_space.nbytes - self.swap_space.tier_nbytes,
             of_drafter,
             self.adapter_bytes,
             self.swap_space.tier_nbytes,
-            at_host,
+            None if offload is None else (offload.memory.nbytes, offload.buffer_bytes),
         )
         contents = tuple(map(str, (self.model_config, self.dtype, self.cache_dtypes, config.model, config.seed)))
 

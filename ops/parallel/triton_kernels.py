@@ -139,5 +139,5 @@ def rank_gather_kernel(
             for rank in tl.static_range(RANKS):
                 found = tl.load(memory_of(place, rank, slot, x.dtype.element_ty) + at, mask=at < elements)
                 column = first + at - row * width
-                tl.store(out + (row * RANKS + rank).to(tl.int64) * width + column, found, mask=at < elements)
+                tl.store(out + (row.to(tl.int64) * RANKS + rank) * width + column, found, mask=at < elements)
     tl.store(count, piece)

@@ -19,6 +19,7 @@ _BLOCK_BYTES = _WARPS * 32 * 16  # of the elements that a program has in its reg
 # Two ranks read as much either way. Of more, one-shot is the faster one for small sums: as vLLM's custom all-reduce has
 # it, up to 512 KB for four ranks and 256 KB for eight. Not measured here.
 _ONE_SHOT_BYTES = 1 << 21  # of all ranks
+_MOST_ELEMENTS = 1 << 30  # so that no place fits into int32 only just: programs count on to behind their last piece
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -120,8 +121,8 @@ def _sum(x: Tensor, place: Tensor, memory: Tensor, dtype: torch.dtype, op: str) 
 
 def _shares(size: int, block: int, op: str) -> tuple[int, int]:
     """Programs, and elements of each: whole blocks."""
-    if size >= 1 << 31:
-        raise ValueError(f"{op}: a tensor must have less than {1 << 31} elements, got {size}")
+    if size > _MOST_ELEMENTS:
+        raise ValueError(f"{op}: a tensor must have at most {_MOST_ELEMENTS} elements, got {size}")
     blocks = -(-size // block)
     run = -(-blocks // CHANNELS.value) * block
     return -(-size // run), run

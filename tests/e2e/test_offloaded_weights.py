@@ -4,6 +4,8 @@ There a copy is done at ``fetch``, as early as on a GPU at the earliest; ``LateF
 """
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from compiled_llm.checkpoint.model_files import DEMO_MODEL
 from compiled_llm.engine.preflight import look_at
 from compiled_llm.models import offload
 from compiled_llm.models.linears.dense import Dense
+from compiled_llm.models.offload import PinnedMemory
 from compiled_llm.worker import offloaded_weights
 from tests.adapters.made import linear_modules, write_adapter
 from tests.families import COMPILED_SIZES, EVERY_CONFIG, checkpoint, transformers_model
@@ -156,7 +159,8 @@ def test_on_a_pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         staged = [layer.mlp.gate_up.weight for layer in weights.layers]
         assert all(weight.device.type == "cuda" for weight in staged)
         assert len({weight.data_ptr() for weight in staged}) == 1 + 2, "two buffers, and the layer that stays"
-        assert ledger.bytes_of("weights in host memory") == sum(host.nbytes for host in hosts)
+        pieces = {host.untyped_storage().data_ptr(): host.untyped_storage().nbytes() for host in hosts}
+        assert ledger.bytes_of("weights in host memory") == sum(pieces.values()), "what is pinned"
         assert ledger.bytes_of("buffers of these") == sum(host.nbytes for host in hosts) * 2 // 3
         gpu.serving = True
         found = [answer[0] for answer in outputs(engine)]
@@ -168,20 +172,40 @@ def test_the_ledger_says_what_lies_where(on_cpu: None) -> None:
     arguments = {"enforce_eager": True, **SIZES}
     with CompiledEngine(**arguments) as plain, CompiledEngine(**arguments, cpu_offload_gb=SOME) as engine:
         before, now = plain.memory_report(), engine.memory_report()
-        host, buffers = now.bytes_of("weights in host memory"), now.bytes_of("buffers of these")
+        buffers, host = now.bytes_of("buffers of these"), before.bytes_of("weights") - now.bytes_of("weights")
         assert host >= SOME * 2**30
         assert 0 < buffers < host
-        assert now.bytes_of("weights") + host == before.bytes_of("weights")
+        assert host <= now.bytes_of("weights in host memory") < 2 * host, "whole pieces"
         assert "weights in host memory" in str(now)
         assert "weights in host memory" not in str(before)
         assert plain.runner.weight_bytes == engine.runner.weight_bytes
+
+
+def test_an_engine_that_is_closed_holds_no_host_memory(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though ``engine`` is still there, for its reports."""
+    made: list[weakref.ref] = []
+    put = PinnedMemory.put
+
+    def noted(memory: PinnedMemory, tensor: torch.Tensor) -> torch.Tensor:
+        copy = put(memory, tensor)
+        made.extend(weakref.ref(piece) for piece in memory._pieces[len(made) :])
+        return copy
+
+    monkeypatch.setattr(PinnedMemory, "put", noted)
+    with CompiledEngine(enforce_eager=True, cpu_offload_gb=SOME, **SIZES) as engine:
+        outputs(engine)
+        assert made
+        assert all(piece() is not None for piece in made)
+    gc.collect()
+    assert all(piece() is None for piece in made)
+    assert engine.memory_report().bytes_of("weights in host memory")
 
 
 def test_a_look_before_the_start_says_it_too(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = dict(look_at(EngineConfig(cpu_offload_gb=SOME, **SIZES)))
     assert "3 layers, in host memory; they come to buffers of" in rows["offloaded weights"]
     monkeypatch.setattr(offloaded_weights, "free_memory", lambda: 1000)
-    with pytest.raises(ValueError, match="cpu_offload_gb must be less: 4 MiB of weights would lie in host memory"):
+    with pytest.raises(ValueError, match="cpu_offload_gb must be less: 4 MiB of weights would lie in 8 MiB of"):
         list(look_at(EngineConfig(cpu_offload_gb=SOME, **SIZES)))
 
 

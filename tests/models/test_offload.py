@@ -22,9 +22,12 @@ from compiled_llm.models.offload import (
 )
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import bytes_to_read, tensors
+from tests.drawn import marked
+from tests.families import EVERY_CONFIG
 from tests.models.ranks import config_of
 
 CPU = torch.device("cpu")
+OFFLOADED = [name for name in EVERY_CONFIG if name not in ("olmo2", "olmo3")]  # these two have no norm to begin with
 
 
 def weights_of(family: str, num_layers: int, linears: Any = Dense) -> Any:
@@ -126,39 +129,54 @@ def test_what_a_step_reads_of_the_device_counts_once() -> None:
     assert bytes_to_read(made.layers) == bytes_to_read(weights.layers)
 
 
-def test_chosen_layers_are_put_into_host_memory_as_they_are_taken() -> None:
-    config = config_of("qwen3-moe", ("num_hidden_layers", 4))
+@pytest.mark.parametrize("family", marked(OFFLOADED, ["qwen3-moe", "deepseek-v3", "nemotron-h-moe"]))
+def test_chosen_layers_are_put_into_host_memory_as_they_are_taken(family: str) -> None:
+    """All that comes to buffers, and nothing else; of layers that have another number in their names, too."""
+    config = config_of(family)
+    chosen = tuple({1, len(family_of(config).describe(config).weights.layers) - 1})
     put: list[Tensor] = []
-    memory = PinnedMemory(2**20, pinned=False)
+    memory = PinnedMemory([2**20], pinned=False)
 
     def noted(tensor: Tensor) -> Tensor:
         put.append(memory.put(tensor))
         return put[-1]
 
-    plain = weights_of("qwen3-moe", 4)
-    weights = dummy_weights(config, torch.float32, CPU, 0, Offloading.of(Dense, config, (1, 3), noted))
+    plain = dummy_weights(config, torch.float32, CPU, 0, Dense)
+    weights = dummy_weights(config, torch.float32, CPU, 0, Offloading.of(Dense, config, chosen, noted))
     for one, other in zip(tensors(weights), tensors(plain), strict=True):
         assert torch.equal(one, other)
     moved: list[Tensor] = []
-    for number in (1, 3):
+    for number in chosen:
         with_weights(weights.layers[number], lambda tensor: moved.append(tensor) or tensor)  # type: ignore[func-returns-value]
     assert {id(tensor) for tensor in moved} == {id(tensor) for tensor in put}
-    described = family_of(config).describe(config, torch.float32, Offloading.of(Dense, config, (1, 3), noted))
+    described = family_of(config).describe(config, torch.float32, Offloading.of(Dense, config, chosen, noted))
     assert all(tensor.is_meta for tensor in tensors(described.weights))
     assert len(put) == len(moved)
 
 
 def test_tensors_lie_side_by_side_in_large_pieces() -> None:
-    memory = PinnedMemory(8192, pinned=False)
     given = [torch.randn(10, 30).t(), torch.randn(700), torch.arange(9000, dtype=torch.int8), torch.randn(2, 3, 4)]
+    memory = PinnedMemory([tensor.nbytes for tensor in given], 8192, pinned=False)
     kept = [memory.put(tensor) for tensor in given]
     for one, other in zip(kept, given, strict=True):
         assert torch.equal(one, other)
         assert one.stride() == other.stride()
         assert one.data_ptr() % 4 == one.storage_offset() * one.itemsize % 512 == 0
-    assert memory.nbytes == 8192 + 9000
+    assert memory.nbytes == memory.foreseen_nbytes == 8192 + 16384, "as torch rounds them up"
     assert [tensor.untyped_storage().data_ptr() == kept[0].untyped_storage().data_ptr() for tensor in kept] == [
         True, True, False, True,
     ]  # fmt: skip
     with pytest.raises(AssertionError, match="a weight with gaps"):
         memory.put(torch.zeros(4, 6)[:, :3])
+    memory.close()
+    assert memory.nbytes == 0
+    assert torch.equal(kept[0], given[0]), "as long as somebody has it"
+
+
+def test_the_last_pieces_are_no_larger_than_what_is_to_come() -> None:
+    memory = PinnedMemory([5000] * 4, 8192, pinned=False)
+    for _ in range(4):
+        memory.put(torch.zeros(5000, dtype=torch.int8))
+    assert memory.nbytes == memory.foreseen_nbytes == 4 * 8192
+    assert PinnedMemory([1000] * 3).foreseen_nbytes == 4096, "and not 2 GiB"
+    assert PinnedMemory([2**31 + 1, 2**30]).foreseen_nbytes == 2**32, "room that torch would waste"

@@ -37,7 +37,8 @@ def parser(program: str) -> FlagParser:
     add("--gpu", choices=GPUS, default="h100", help="whose code and numbers (default: h100)")
     add("--bucket", default="decode_8", metavar="NAME", help="decode_<size> or tokens_<size> (default: decode_8)")
     add("--context", type=int, default=1024, metavar="N", help="keys of each request (default: 1024)")
-    add("--layers", type=int, default=4, metavar="N", help="layers to generate, others count alike (default: 4)")
+    layers = "layers to generate, others count alike (default: 4); all of them with --cpu-offload-gb"
+    add("--layers", type=int, default=4, metavar="N", help=layers)
     measured = "what compiled-llm bench kernels --json measured of this step"
     add("--measured", type=Path, metavar="FILE", help=measured)
     add("--picture", type=picture_file, metavar="FILE.png", help="draw a layer; needs matplotlib")

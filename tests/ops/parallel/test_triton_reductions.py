@@ -140,7 +140,7 @@ def test_compiles_without_spills(capability: tuple[int, int], size: str) -> None
     kinds = {(kernel.__name__, named.get("TWO_SHOT"), named.get("TREE")) for kernel, _, named in recorded}
     assert len(kinds) == (3 if size == "2" else 5)
     for launch in recorded:
-        binary, _ = ahead_of_time.without_spills(launch, capability)
+        binary, _ = ahead_of_time.without_spills(launch, capability, programs=2)  # so that 64 fit on 32 SMs
         assert ".v4.b32" in binary.asm["ptx"] or ".v2.b64" in binary.asm["ptx"], "16 bytes of a thread at once"
 
 
@@ -180,11 +180,23 @@ def test_a_programmatic_launch_waits_first(capability: tuple[int, int]) -> None:
 
 
 def test_all_programs_fit_at_once() -> None:
-    """On a GPU of 64 SMs or more, one on each; and each has some elements."""
-    for size in (1, 2047, 2048, 2049, 10**6, 2**31 - 1):
+    """On a GPU of 32 SMs or more, two on each, as ``test_compiles_without_spills`` has it; each has some elements."""
+    for size in (1, 2047, 2048, 2049, 10**6, 2**30):
         programs, run = triton_reductions._shares(size, 2048, "all_reduce")
         assert 1 <= programs <= CHANNELS.value
         assert (programs - 1) * run < size <= programs * run
+
+
+@pytest.mark.parametrize("block", [512, 1024, 2048, 4096])
+def test_places_fit_into_int32(block: int) -> None:
+    """Where a program's elements would end if it had all of its run, and where a piece more would begin."""
+    for size in range(2**30 - 3, 2**31, 12345678):
+        try:
+            programs, run = triton_reductions._shares(size, block, "all_reduce")
+        except ValueError:
+            assert size > 2**30
+        else:
+            assert programs * run + 2**28 < 2**31, size
 
 
 def test_one_rank_needs_no_memory() -> None:
@@ -221,5 +233,5 @@ def test_refusals() -> None:
         reduce(x, place, memory.float())
     with pytest.raises(ValueError, match=r"memory must have at least \d+ bytes, got 16896"):
         reduce(x, place, torch.zeros(bytes_for(2, 128), dtype=torch.uint8))
-    with pytest.raises(ValueError, match="less than 2147483648 elements, got 2147483648"):
-        triton_reductions._shares(1 << 31, 2048, "all_reduce")
+    with pytest.raises(ValueError, match="at most 1073741824 elements, got 1073741825"):
+        triton_reductions._shares((1 << 30) + 1, 2048, "all_reduce")
