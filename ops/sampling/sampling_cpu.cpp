@@ -99,6 +99,15 @@ Tensor sample_tokens(const Tensor& logits, const Tensor& temperature, const Tens
   return choose(logits, Choices(logits, temperature, top_k, top_p, min_p, top_n_sigma, seed, position));
 }
 
+// Rows that ranks choose the tokens of at once: the same number in all of them, though one may have more threads than another.
+int64_t rows_together(Exchange& ranks, int64_t rows) {
+  if (rows <= kTogether) return kTogether;
+  const int64_t threads = num_threads();
+  std::vector<int64_t> of_all(ranks.size);
+  share(ranks, reinterpret_cast<const char*>(&threads), sizeof(threads), reinterpret_cast<char*>(of_all.data()));
+  return std::max(kTogether, *std::max_element(of_all.begin(), of_all.end()));
+}
+
 Tensor sample_tokens_of_ranks(const Tensor& own, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
                               const Tensor& min_p, const Tensor& top_n_sigma, const Tensor& seed, const Tensor& position,
                               const Tensor& place, const Tensor& memory, int64_t vocab_size) {
@@ -112,9 +121,10 @@ Tensor sample_tokens_of_ranks(const Tensor& own, const Tensor& temperature, cons
   Tensor out = empty({rows}, kLong);
   static thread_local std::vector<RankRow> memory_of_rows;  // kept: fresh memory costs as much as a pass
   RankRows together(ranks, chosen(), steps, width, vocab_size, memory_of_rows);
+  const int64_t most = rows_together(ranks, rows);
   for (int64_t r = 0, begin = 0; r < rows; ++r) {
     together.add(own.data<const char>() + r * row_bytes, choices(r));
-    if (r + 1 < rows && together.count() < std::max(kTogether, num_threads())) continue;
+    if (r + 1 < rows && together.count() < most) continue;
     together.choose(out.data<int64_t>() + begin);
     begin = r + 1;
   }

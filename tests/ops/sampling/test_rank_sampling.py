@@ -95,6 +95,24 @@ def test_each_row_by_itself() -> None:
         assert chosen_by_ranks(case.rows(slice(row, row + 1)), 2, BEST)[1] == wanted[row]
 
 
+def test_ranks_with_other_numbers_of_threads_choose_the_same_rows_at_once() -> None:
+    """As where cores are not divided evenly. No filters: ranks that disagree are wrong, and do not hang."""
+    off = {"top_ks": (OFF,), "top_ps": (1.0,), "min_ps": (0.0,), "top_n_sigmas": (0.0,)}
+    case = make_case(4096, rows=40, temperatures=(1.0,), **off)
+    before = torch.get_num_threads()
+
+    def run(rank: int, group: RankGroup) -> Tensor:
+        torch.set_num_threads(9 if rank else 1)  # of this thread
+        return sample_tokens_of_ranks(own_logits(case.logits, rank, 2), *case[1:], group=group, vocab_size=4096)
+
+    try:
+        found = run_ranks(2, run)
+    finally:
+        torch.set_num_threads(before)
+    for tokens in found:
+        assert torch.equal(tokens, torch.ops.compiled_llm.sample_tokens(*case))
+
+
 def test_the_reference_gathers_and_samples() -> None:
     case = make_case(700, rows=40)
     for tokens in chosen_by_ranks(case, 2, "reference"):
