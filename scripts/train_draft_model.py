@@ -93,7 +93,9 @@ def build_student(layers: Sequence[int], teacher: Qwen3ForCausalLM) -> Qwen3ForC
         own.load_state_dict(teacher.model.layers[number].state_dict())
     student.model.embed_tokens.load_state_dict(teacher.model.embed_tokens.state_dict())
     student.model.norm.load_state_dict(teacher.model.norm.state_dict())
-    student.model.embed_tokens.requires_grad_(False)
+    student.lm_head.load_state_dict(teacher.lm_head.state_dict())  # the embedding, unless the model has both
+    for kept in (student.model.embed_tokens, student.lm_head):
+        kept.requires_grad_(False)
     return student
 
 
@@ -121,6 +123,8 @@ def windows(documents: list[list[int]], args: argparse.Namespace) -> Iterator[to
     """Endless batches ``[B, T + 1]`` of files, and of what the model wrote where ``args.texts`` has some."""
     texts = None if args.texts is None else np.load(args.texts).astype(np.int64)
     generator, length = np.random.default_rng(args.seed), args.context_length + 1
+    if texts is not None and texts.shape[1] < length:
+        raise SystemExit(f"--context-length must be below the {texts.shape[1]} tokens of --texts, got {length - 1}")
     for rows in demo.batches(documents, args):
         for row in range(len(rows) if texts is not None else 0):
             if generator.random() < _OWN_SHARE:

@@ -29,6 +29,9 @@ _LOOK_SECONDS = 2e-5  # of a request, before any was measured
 # A look is of no use, too, where of late less than this share of a step's tokens beside the first of each request came
 # of drafts: some requests save little then, and all of them pay. The share is 0.3 before anything is known.
 _LEAST_SHARE, _WEIGHT_OF_A_STEP = 0.1, 0.02
+# Steps that are not looked in count as well, so a share alone could never rise again where looks are rare. What looks
+# promise counts instead where it is that many times as much.
+_PROMISED_SHARE, _WEIGHT_OF_A_PROMISE = 3 * _LEAST_SHARE, 0.2
 _SKIPPED_ON_A_GPU = 16  # steps after looks of no use: a look keeps the next step from starting while this one runs
 
 
@@ -64,7 +67,7 @@ class DraftPlanner:
         self.running_set.counts.num_accepted_by_position = (0,) * limits.num_draft_tokens
         self._histories: dict[Request, History] = {}
         self._of_all = Chances()
-        self._num_steps, self._share = 0, 0.3
+        self._num_steps, self._share, self._promised = 0, 0.3, 0.0
         self._useless_of_last = 0  # looks in a row of the request that ended last, less one
         self._look_seconds = _LOOK_SECONDS  # that looking for the drafts of a request takes; a moving average
         # When the step that was planned last began, how much of it was looking, and once it is done what it was.
@@ -232,6 +235,7 @@ class DraftPlanner:
         """A request has ended."""
         history = self._histories.pop(request, None)
         if history is not None:
+            history.compare(request.output_token_ids, self._of_all)
             self._useless_of_last = max(0, history.num_useless - 1)
         self.source.end(request)
 
@@ -314,7 +318,10 @@ class DraftPlanner:
                 gain = sum(tokens) * (plain + host[0]) / num_requests
         network = 0.0 if self._of_worker is None else self._network_seconds.get(size, 0.0) / len(asked)
         look = self._look_seconds + network  # of a request
-        least = look if self._share >= _LEAST_SHARE else math.inf  # that it has to save
+        if any(available) or self._of_worker is None:
+            self._promised += _WEIGHT_OF_A_PROMISE * (sum(tokens) / num_requests - self._promised)
+        pays = self._share >= _LEAST_SHARE or self._promised >= _PROMISED_SHARE
+        least = look if pays else math.inf  # that it has to save
         steps, all_tokens = 0 if limits.mixes_lens else _SKIPPED_ON_A_GPU, sum(tokens)
         for request, history, drafts, own in zip(asked, histories, proposals, tokens, strict=True):
             if self._of_worker is not None and not drafts:

@@ -6,6 +6,7 @@ prefix may have been computed meanwhile. What it lacks is known here, block by b
 draft.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -44,6 +45,39 @@ class DraftCoverage:
         # Tokens that the last step took from the one before, on the device: row, position, and row of that step.
         self._taken: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
         self._trees: list[tuple[int, int, int]] = []  # of the last step: row, and where its tokens begin and end
+        # Steps that are not entered yet, one after another, and what each of them took from the one before, if known.
+        self._skipped: list[SchedulerOutput] = []
+        self._learned: list[Sequence[int]] = []
+
+    def skip(self, output: SchedulerOutput, store: RequestRows) -> bool:
+        """A step is about to come, which ``store`` does not know yet. Returns whether it need not be entered.
+
+        Steps of one token of each request behind which nothing is drafted are kept, and entered all at once before
+        something else happens: most steps of a drafter that is of no use are such, and each would cost 30 us and more.
+        """
+        is_plain = _is_plain(output) and not self._trees
+        if self._skipped and not (is_plain and _follows(self._skipped[-1], output)):
+            self._enter_skipped(store)
+        if is_plain:
+            self._skipped.append(output)
+            self._learned.append(())
+        return is_plain
+
+    def _enter_skipped(self, store: RequestRows) -> None:
+        """Enter the steps that were skipped, as one of several tokens of each request."""
+        outputs, learned = self._skipped, self._learned
+        self._skipped, self._learned = [], []
+        steps = [_token_ids(*step) for step in zip(outputs, learned, strict=True)]
+        first, last, count = outputs[0], outputs[-1], len(outputs)
+        as_one = last._replace(
+            num_scheduled_tokens=(count,) * len(last.request_ids),
+            num_computed_tokens=first.num_computed_tokens,
+            token_ids=tuple(itertools.chain.from_iterable(zip(*steps, strict=True))),
+        )
+        rows = np.array([store.row_of(request_id) for request_id in last.request_ids], dtype=np.int64)
+        self.begin_step(as_one, rows, store)
+        starts = np.array(first.num_computed_tokens, dtype=np.int64)
+        self.end_step(rows, starts, starts + count, np.zeros(len(rows), dtype=bool), store)
 
     def begin_step(self, output: SchedulerOutput, rows: np.ndarray, store: RequestRows) -> None:
         """A step is to be run: enter its blocks that move, and its tokens. ``rows`` [R] int64: in ``store``."""
@@ -95,7 +129,9 @@ class DraftCoverage:
 
     def learn(self, token_ids: Sequence[int]) -> None:
         """Before ``begin_step``: the step before the last one has sampled ``token_ids``; empty: it was given up."""
-        if self._taken is not None and token_ids:
+        if len(self._skipped) > 1:  # the one that comes is the last of them
+            self._learned[-2] = token_ids
+        elif self._taken is not None and token_ids:
             rows, positions, feedback = self._taken
             self._token_ids[rows, positions] = np.array(token_ids, dtype=np.int32)[feedback]
 
@@ -147,6 +183,28 @@ class DraftCoverage:
         self._first_lacking[blocks] = self._size
         if end % self._size and len(blocks):
             self._first_lacking[blocks[-1]] = end % self._size
+
+
+def _is_plain(output: SchedulerOutput) -> bool:
+    """Whether it computes a token of each request, and nothing is drafted behind it, admitted, ended or moved."""
+    is_other = output.drafts_next or output.admissions or output.table_updates or output.released_request_ids
+    moves = output.swapped_out or output.swapped_in or output.copies or output.moved_keys
+    num_requests = len(output.request_ids)
+    return 0 < num_requests == len(output.token_ids) and not (is_other or moves or output.trees or output.resets)
+
+
+def _follows(last: SchedulerOutput, output: SchedulerOutput) -> bool:
+    """Whether ``output`` computes the next token of each request of ``last``; both compute one of each."""
+    starts = zip(last.num_computed_tokens, output.num_computed_tokens, strict=False)
+    return last.request_ids == output.request_ids and all(start + 1 == following for start, following in starts)
+
+
+def _token_ids(output: SchedulerOutput, sampled: Sequence[int]) -> Sequence[int]:
+    """The token of each request; ``sampled``: by the step before, empty where that is not known."""
+    return [
+        token if row < 0 else sampled[row] if sampled else UNKNOWN
+        for token, row in zip(output.token_ids, output.feedback, strict=True)
+    ]
 
 
 def move(pairs: Sequence[tuple[int, int]], source: np.ndarray, target: np.ndarray) -> None:

@@ -193,6 +193,9 @@ class DraftStage:
 
     # -- Running
 
+    def expect(self, output: SchedulerOutput, store: RequestRows) -> None:
+        """A step is about to come, which ``store`` does not know yet; ``run`` or ``move_blocks`` follows."""
+
     def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
         """Draft for the requests of a step whose work is on its way to the device; None: for none of them.
 
@@ -246,6 +249,7 @@ class NetworkStage(DraftStage):
     _tree_function: Callable[..., Any] = staticmethod(draft_tree_function)
     _prompt_function = staticmethod(draft_prompt_function)
     _numbers_rows = False  # whether it has ``DraftInput.row_numbers`` for chains
+    _is_skipped = False  # whether ``run`` has nothing to do for the step that comes
 
     def __init__(
         self,
@@ -319,7 +323,12 @@ class NetworkStage(DraftStage):
     def _prompt_arguments(self, size: int) -> tuple:
         return self._weights, self._prompts[size].input, self.kv_cache
 
+    def expect(self, output: SchedulerOutput, store: RequestRows) -> None:
+        self._is_skipped = self.coverage is not None and self.coverage.skip(output, store)
+
     def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
+        if self._is_skipped:
+            return None
         coverage = self.coverage
         assert coverage is not None, "there is no KV pool yet"
         coverage.begin_step(output, rows, store)

@@ -61,6 +61,8 @@ class ModelRunner(StartedModel, Worker):
     def _launch(self, output: SchedulerOutput) -> LaunchedStep:
         if output.files.resets and self.files is not None:
             self.files.reset()  # before blocks are copied to rows that it still reads files into, or writes from
+        if self.steps.drafting is not None:
+            self.steps.drafting.expect(output, self.rows)
         if not output.request_ids:
             return self._move_files(output)
         preparing = time.perf_counter()

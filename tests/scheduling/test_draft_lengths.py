@@ -311,3 +311,40 @@ def test_looks_are_of_no_use_where_few_tokens_come_of_drafts() -> None:
     for _ in range(10):
         planner.record(StepResult(Bucket("decode", 8, 4), (1,) * 8, seconds=1.0), 4, 4)
     assert planner._share > draft_planner._LEAST_SHARE
+
+
+@pytest.mark.parametrize(("length", "num_wrong", "num_right"), [(40, 12, 16), (100, 3, 8)])
+def test_a_network_that_was_of_no_use_is_drafted_with_again_once_it_is_right(
+    monkeypatch: pytest.MonkeyPatch, length: int, num_wrong: int, num_right: int
+) -> None:
+    """Requests one after another: what a network guesses is wrong for the first of them, and right for the others."""
+    now = 0.0
+    monkeypatch.setattr(draft_planner.time, "perf_counter", lambda: now)
+    seconds = tuple(((size, size * n), 1.0 + 0.02 * (n - 1)) for size in (1, 2, 4) for n in (1, 2, 4))
+    source, arguments = WorkerDrafts(3, adapts=True), {"decode_seconds": seconds}
+    scheduler = make_scheduler(400, source=source, arguments=arguments, max_num_seqs=1, max_model_len=128)
+    buckets, num_steps = buckets_of(scheduler.limits), list[int]()
+    for number in range(num_wrong + num_right):
+        (request,) = add(scheduler, make_request(f"{number}", 5, length))
+        tokens = expected_tokens(request.prompt_token_ids, length + 8)
+        num_steps.append(0)
+        while scheduler.has_unfinished_requests():
+            output = scheduler.schedule()
+            bucket, first = choose_bucket(buckets, output), len(request.output_token_ids)
+            sampled = tuple(tokens[first : first + output.num_samples[0]])
+            drafts, took, known = None, 0.0, first + 1
+            if output.drafts_next:
+                took = 1.2
+                for draft, token in zip(output.token_ids[-len(sampled) :][1:], sampled, strict=False):
+                    if draft != token:
+                        break
+                    known += 1
+                guesses = tokens[known : known + 3]
+                drafts = (tuple(guesses if number >= num_wrong else [guess + 1 for guess in guesses]),)
+            spent = 1.0 + 0.02 * (bucket.num_tokens - 1) + took
+            now += spent + 0.05
+            num_steps[-1] += 1
+            result = StepResult(bucket, sampled, seconds=spent, draft_token_ids=drafts, draft_seconds=took)
+            scheduler.update(output, result)
+    assert num_steps[num_wrong - 1] == length
+    assert num_steps[-1] < 0.4 * length

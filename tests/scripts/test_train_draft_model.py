@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.scripts.test_gpu_validate import load
 
@@ -57,6 +58,22 @@ def test_some_windows_are_of_texts_that_the_model_wrote(script: ModuleType, tmp_
     rows = [row for _ in range(20) for row in next(stream)]
     assert {tuple(row.unique().tolist()) for row in rows} == {(1,), (7,)}
     assert 20 < sum(int(row[0]) == 7 for row in rows) < 50, "six of ten"
+
+
+def test_texts_that_are_shorter_than_a_window_are_refused(script: ModuleType, tmp_path: Path) -> None:
+    np.save(tmp_path / "texts.npy", np.full((4, 32), 7, dtype=np.uint16))
+    arguments = ["--context-length", "32", "--texts", str(tmp_path / "texts.npy")]
+    with pytest.raises(SystemExit, match="--context-length must be below the 32 tokens of --texts, got 32"):
+        next(script.windows([[1] * 2000], script.parse_args(arguments)))
+
+
+def test_a_head_that_is_not_the_embedding_stays_as_it_is(script: ModuleType) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen3Config(vocab_size=40, num_hidden_layers=2, head_dim=16, tie_word_embeddings=False, **sizes)
+    teacher = Qwen3ForCausalLM(config)
+    student = script.build_student([1], teacher)
+    assert torch.equal(student.lm_head.weight, teacher.lm_head.weight)
+    assert not student.lm_head.weight.requires_grad
 
 
 def test_what_ships_is_small_and_of_the_vocabulary_of_the_model() -> None:
