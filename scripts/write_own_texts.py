@@ -65,6 +65,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.num_texts < 1:
         parser.error(f"--num-texts must be 1 or more, got {args.num_texts}")
+    if args.output.suffix != ".npy" or not args.output.parent.is_dir():
+        parser.error(f"output must be a file.npy in a folder that is there, got {args.output}")
     return args
 
 

@@ -40,7 +40,17 @@ def test_texts_are_as_long_as_they_must_be(script: ModuleType, tmp_path: Path) -
     assert (texts.shape, texts.dtype) == ((2, script.LENGTH), np.uint16)
 
 
-def test_no_texts_are_refused(script: ModuleType, capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["texts.npy", "--num-texts", "0"], "--num-texts must be"),
+        (["texts.bin"], "output must be a file.npy"),
+        (["not/there/texts.npy"], "in a folder that is there"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_written(
+    script: ModuleType, capsys: pytest.CaptureFixture, arguments: list[str], said: str
+) -> None:
     with pytest.raises(SystemExit):
-        script.parse_args(["texts.npy", "--num-texts", "0"])
-    assert "--num-texts must be" in capsys.readouterr().err
+        script.parse_args(arguments)
+    assert said in capsys.readouterr().err
