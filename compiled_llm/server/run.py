@@ -154,9 +154,10 @@ class Server:
     async def _keep(self, client: EngineClient) -> None:
         """Until an engine's process has ended for good."""
         restarts: list[float] = []  # moments of ``time.monotonic``
+        await client.wait_ended()
+        error = str(client.ended)
         while True:
-            await client.wait_ended()
-            self._say(f"error: {client.ended}")
+            self._say(f"error: {error}")
             now = time.monotonic()
             restarts = [moment for moment in restarts if moment > now - _RESTARTS_SECONDS]
             if self._service.is_draining or not self._settings.restart_engine:
@@ -169,10 +170,15 @@ class Server:
             self._say(f"starts {self._name_of(client)} again")
             try:
                 await self._client.restart(client)
-            except (RuntimeError, ValueError) as error:
-                self._say(f"error: {error}")
+            except ValueError as refusal:  # another start would say the same
+                self._say(f"error: {refusal}")
                 return
+            except RuntimeError as failure:  # it was killed as it started, say, or lacked memory for a moment
+                error = str(failure)
+                continue
             self._say(f"{self._name_of(client)} serves again")
+            await client.wait_ended()
+            error = str(client.ended)
 
     def _name_of(self, client: EngineClient) -> str:
         return "the engine" if len(self._client.clients) == 1 else f"engine {client.place.number}"

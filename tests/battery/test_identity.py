@@ -2,16 +2,21 @@
 
 Cold = warm = alone = batched = chunked = preempted = swapped out = compiled: each engine serves one schedule after
 another and keeps its prefix cache, so nearly every schedule finds other blocks, computed in other chunks and batches.
+= from host memory, from files after a restart, from another engine that computes the prompt at the same time.
 """
 
 import dataclasses
 import random
+import time
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm.scheduling.host_blocks import MoveCosts
 from tests.battery.reference import LENGTHS, NUM_TOKENS, expected_tokens, model_directory, prompts
 from tests.families import COMPILED_SIZES
 
@@ -78,6 +83,9 @@ ENGINES = {
 for _name in ("chunks-swap-async-priority", "compiled-swap-async"):
     _model, _arguments = ENGINES[_name]
     ENGINES[f"two-ranks-{_name}"] = _model, {**_arguments, "tensor_parallel_size": 2}
+DEFAULTS: dict[str, Any] = {
+    "dtype": "float32", "max_model_len": LONGEST, "enforce_eager": True, "check_invariants": True,
+}  # fmt: skip
 SMALL = ("chunks-swap-async-priority",)
 
 
@@ -107,9 +115,18 @@ def random_schedule(rng: random.Random, pool: list[list[int]], count: int, prior
 
 
 def serve(
-    engine: CompiledEngine, model: str, schedule: list[Arrival], rng: random.Random, counts: Counter[str]
+    engine: CompiledEngine,
+    model: str,
+    schedule: list[Arrival],
+    rng: random.Random,
+    counts: Counter[str],
+    ask: Callable[[str, Arrival], dict[str, Any]] = lambda *_: {},
+    step_others: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run a schedule to its end. Every output on the way is compared, so those of aborted requests are too."""
+    """Run a schedule to its end. Every output on the way is compared, so those of aborted requests are too.
+
+    ``ask`` returns more arguments of a request, and ``step_others`` comes before each step.
+    """
     unfinished: dict[str, tuple[Arrival, int]] = {}  # with the step before which it leaves
     coming, step = schedule[::-1], 0
     while coming or unfinished:
@@ -123,9 +140,10 @@ def serve(
                     counts["submitted again"] += 1
         while coming and coming[-1].step <= step:
             arrival, request_id = coming.pop(), f"request {counts['requests']}"
-            engine.add_request(request_id, arrival.prompt, GREEDY, arrival.priority)
+            engine.add_request(request_id, arrival.prompt, GREEDY, arrival.priority, **ask(request_id, arrival))
             unfinished[request_id] = arrival, -1 if arrival.aborted_after is None else step + arrival.aborted_after + 1
             counts["requests"] += 1
+        step_others()
         for output in engine.step():
             tokens, (arrival, _) = output.outputs[0].token_ids, unfinished[output.request_id]
             expected = expected_tokens(model, tuple(arrival.prompt))
@@ -152,8 +170,7 @@ def test_tokens_equal_the_reference(
     model, arguments = ENGINES[name]
     rng = random.Random(name)
     pool = prompts(model)[:num_prompts]
-    defaults = {"dtype": "float32", "max_model_len": LONGEST, "enforce_eager": True, "check_invariants": True}
-    with CompiledEngine(model_directory(model), **defaults | arguments) as engine:
+    with CompiledEngine(model_directory(model), **DEFAULTS | arguments) as engine:
         for index in range(num_schedules):
             schedule = random_schedule(rng, pool, COUNTS[index % len(COUNTS)], "scheduling_policy" in arguments)
             serve(engine, model, schedule, rng, battery_counts)
@@ -180,3 +197,78 @@ def test_tokens_equal_the_reference(
     assert (report.recompiles, report.graph_breaks) == (0, 0)
     of_a_rank = 0 if arguments.get("enforce_eager", True) else 5
     assert report.graphs == of_a_rank * arguments.get("tensor_parallel_size", 1)
+
+
+CACHED = [name for name, (_, arguments) in ENGINES.items() if arguments.get("enable_prefix_caching", True)]
+STARTS = 5
+
+
+@pytest.mark.battery
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize("name", CACHED)
+def test_tokens_with_tiers(
+    name: str, tmp_path: Path, battery_counts: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pools of a few requests, host memory of a few more, files that outlive the engine."""
+    monkeypatch.setattr(MoveCosts, "pays", lambda *_: True)  # models this small compute faster than blocks are read
+    model, arguments = ENGINES[name]
+    rng, pool = random.Random(name), prompts(model)
+    tiers = {"kv_host_bytes": 2**20, "kv_disk_path": str(tmp_path / "kv"), "kv_disk_bytes": 2**25}
+    for start in range(STARTS):
+        with CompiledEngine(model_directory(model), **DEFAULTS | arguments, **tiers) as engine:
+            for index in range(5):
+                schedule = random_schedule(rng, pool, COUNTS[index], "scheduling_policy" in arguments)
+                serve(engine, model, schedule, rng, battery_counts)
+                stats = engine.stats()
+                assert (stats.used_blocks, stats.used_swap_blocks) == (0, 0)
+        assert stats.num_disk_failures == 0
+        assert (stats.disk_hit_tokens > 0) >= (start > 0)
+        battery_counts["tokens from host memory"] += stats.host_hit_tokens
+        battery_counts["tokens from files"] += stats.disk_hit_tokens
+        battery_counts["evictions from host memory"] += stats.num_host_evictions
+    assert battery_counts["finished"] + battery_counts["aborted"] == battery_counts["requests"]
+    assert battery_counts["tokens from host memory"] > 0
+    assert battery_counts["evictions from host memory"] > 0
+
+
+@pytest.mark.battery
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize("name", CACHED)
+def test_tokens_with_roles(
+    name: str, tmp_path: Path, battery_counts: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another engine computes the prompts meanwhile, also those of requests that leave before it has."""
+    monkeypatch.setenv("COMPILED_LLM_KV_KEY", "a key that both share")
+    model, arguments = ENGINES[name]
+    rng, pool, address = random.Random(name), prompts(model), f"unix:{tmp_path}/blocks"
+    prompt_only = dataclasses.replace(GREEDY, max_tokens=1)
+    more = {"kv_host_bytes": 2**21}
+    giving = {"role": "prefill", "kv_transfer_address": address, "kv_transfer_bytes": 2**25}
+    with (
+        CompiledEngine(model_directory(model), **DEFAULTS | arguments | more | giving) as prefill,
+        CompiledEngine(model_directory(model), **DEFAULTS | arguments | more, role="decode") as decode,
+    ):
+
+        def ask(request_id: str, arrival: Arrival) -> dict[str, Any]:
+            named = {"remote_request_id": f"{battery_counts['requests']:064x}"}
+            params = {"do_remote_decode": True, **named}
+            prefill.add_request(request_id, arrival.prompt, prompt_only, arrival.priority, kv_transfer_params=params)
+            return {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": address, **named}}
+
+        def step_prefill() -> None:
+            if prefill.has_unfinished_requests():
+                prefill.step()
+            else:
+                time.sleep(0.001)  # a step that waits for blocks takes no time
+
+        for index in range(25):
+            schedule = random_schedule(rng, pool, COUNTS[index % len(COUNTS)], "scheduling_policy" in arguments)
+            serve(decode, model, schedule, rng, battery_counts, ask, step_prefill)
+            while prefill.has_unfinished_requests():
+                prefill.step()
+            stats = decode.stats()
+            assert (stats.used_blocks, stats.used_swap_blocks) == (0, 0)
+        battery_counts["tokens from the other engine"] = stats.peer_hit_tokens
+        battery_counts["takes that failed"] = stats.num_takes_failed
+    assert battery_counts["finished"] + battery_counts["aborted"] == battery_counts["requests"]
+    assert battery_counts["tokens from the other engine"] > 0

@@ -181,7 +181,9 @@ def test_an_engine_killed_at_any_moment_under_load(restarts: bool, tmp_path: Pat
                 thread.start()
             for _ in range(kills):
                 time.sleep(rng.uniform(0.2, 1.5))
-                rng.choice(server.engines()).send_signal(signal.SIGKILL)
+                killed = rng.choice(server.engines())
+                killed.send_signal(signal.SIGKILL)
+                until(lambda killed=killed: killed not in server.engines())
                 if restarts:
                     until(lambda: len(server.engines()) == 2)
                     until(lambda: server.http.get("/health").json()["engines"] == ["ok", "ok"])
@@ -270,8 +272,10 @@ def test_streams_go_on_whichever_engine_is_killed_or_drained(flags: tuple[str, .
                     ends["drained" if drained.status_code == 200 else "not drained"] += 1
                     server.http.post("/undrain", json={"engine": engine})
                     continue
-                rng.choice(server.engines()).send_signal(signal.SIGKILL)
+                killed = rng.choice(server.engines())
+                killed.send_signal(signal.SIGKILL)
                 ends["killed"] += 1
+                until(lambda killed=killed: killed not in server.engines())
                 until(lambda: len(server.engines()) == 2)
                 until(lambda: server.http.get("/health").json()["engines"] == ["ok", "ok"])
             is_over.set()

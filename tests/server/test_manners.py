@@ -17,6 +17,8 @@ import pytest
 
 from compiled_llm import CompiledEngine
 from compiled_llm.server import run
+from compiled_llm.server.engine_client import EngineClient
+from compiled_llm.server.replicas import Replicas
 from compiled_llm.server.service import Service
 from tests.server.conftest import BrokenEngineError, Running, running_with
 
@@ -225,7 +227,12 @@ def test_the_end_of_the_engine_is_told_to_everyone(engine: CompiledEngine, monke
 def test_an_engine_that_ends_is_started_again_but_not_for_ever(
     engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, failures = CompiledEngine.step, [False]
+    step, failures, restart, starts = CompiledEngine.step, [False], Replicas.restart, [False, True]
+
+    async def failing_at_first(self: Replicas, client: EngineClient) -> None:
+        if starts.pop():
+            raise RuntimeError("the engine's process has ended: signal SIGKILL")
+        await restart(self, client)
 
     def breaking(self: CompiledEngine) -> Any:
         if failures[-1]:  # a step is tried twice
@@ -234,7 +241,8 @@ def test_an_engine_that_ends_is_started_again_but_not_for_ever(
             raise BrokenEngineError
         return step(self)
 
-    monkeypatch.setattr(run, "_MOST_RESTARTS", 1)
+    monkeypatch.setattr(run, "_MOST_RESTARTS", 2)
+    monkeypatch.setattr(Replicas, "restart", failing_at_first)
     monkeypatch.setattr(CompiledEngine, "step", breaking)
     body = {"prompt": "import os", "max_tokens": 4, "temperature": 0}
     with running_with(engine, restart_engine=True) as running:
