@@ -1,9 +1,9 @@
-"""Mapped weights that do not fit into memory: a part stays, and a thread reads the rest from disk, ahead of the steps.
+"""Mapped weights that do not fit into memory: a part stays, and threads read the rest from disk, ahead of the steps.
 
 A step reads the layers in turn. Left alone, the kernel guesses what to keep, and reads what is missing when a step
 already waits for it. Here blocks spread evenly over the model stay, as many as there is memory for; of the others a
 window is read ahead, and dropped behind. How far a step has come is asked of the page table, which has a page of this
-process from when it is first touched: so no layer and no graph knows of it, and a step that overtakes the thread reads
+process from when it is first touched: so no layer and no graph knows of it, and a step that overtakes the threads reads
 for itself. Nothing but time depends on any of this.
 
 Blocks are read by mapping them (MADV_POPULATE_READ) as huge pages, where the file system has such, and forgotten by the
@@ -20,6 +20,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from compiled_llm.checkpoint.kept_weights import KeptWeights, Layer
 BLOCK_BYTES = 2 << 20  # a huge page: it is in memory as a whole
 _PAGE = mmap.PAGESIZE
 _POPULATE_READ = 22  # of madvise, from Linux 5.14 on; Python has no name for it
+_READERS = 3  # at once: one waits for each block, and the disk waits for it
 _MOST_AHEAD = 256 << 20  # bytes; more would not make a disk faster
 _POLL_SECONDS = 0.0005
 _LAYERS_SEEN = 4  # so many layers ahead it is looked whether a step has come to them
@@ -89,11 +91,11 @@ class Plan(NamedTuple):
 
 
 class ReadAhead:
-    """Reads ``weights`` for steps, in a thread of its own, with ``budget`` bytes of memory; ``close`` ends it.
+    """Reads ``weights`` for steps, in threads of its own, with ``budget`` bytes of memory; ``close`` ends them.
 
     Attributes:
         weights, plan: what it reads.
-        disk_bytes_per_second: what the disk gives one reader that reads on and on past the page cache; 0 where all
+        disk_bytes_per_second: what the disk gives as many readers that read on and on past the page cache; 0 where all
             weights stay, or where the system does not tell.
     """
 
@@ -103,7 +105,7 @@ class ReadAhead:
         self.disk_bytes_per_second = _disk_rate(weights) if self.plan.ahead_bytes else 0.0
         self._in_step, self._closed = threading.Event(), threading.Event()
         self._in_step.set()  # until steps are told
-        self._scratch = bytearray(0)
+        self._lock = threading.Lock()  # of the places below
         # Pieces, counted on from one step to the next: the first that a step may still need, the next to be read.
         self._first = self._next = 0
         self._passing_before = [0, *itertools.accumulate(piece.nbytes * piece.passes for piece in self.plan.pieces)]
@@ -116,18 +118,23 @@ class ReadAhead:
         self._at = 0  # of these layers, counted on likewise: where a step was last seen
         with contextlib.suppress(OSError, ValueError):  # a kernel without huge pages
             weights.memory.madvise(mmap.MADV_HUGEPAGE)
-        self._thread = threading.Thread(target=self._run, name="read-weights-ahead", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"read-weights-ahead-{number}", daemon=True)
+            for number in range(_READERS)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the threads."""
         self._closed.set()
         self._in_step.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """While a step runs, the thread follows it."""
+        """While a step runs, the threads follow it."""
         self._in_step.set()
         try:
             yield
@@ -136,7 +143,7 @@ class ReadAhead:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that this process has read from disks since the start, by this thread or by steps."""
+        """Bytes that this process has read from disks since the start, by these threads or by steps."""
         return _bytes_read() - self._read_before
 
     @property
@@ -146,25 +153,28 @@ class ReadAhead:
 
     def _run(self) -> None:
         with open("/proc/self/pagemap", "rb", buffering=0) as page_table:
+            while (piece := self._taken(page_table.fileno())) is not None:
+                if not _resident(self.weights.address + piece.offset, _PAGE):
+                    self._read(piece)
+
+    def _taken(self, page_table: int) -> Piece | None:
+        """The next piece, as soon as there is room for it; None at the end."""
+        with self._lock:  # whoever waits for room follows the step, for all readers
             # If all stay, once round is enough.
             while not self._closed.is_set() and (self._layers or self._next < len(self.plan.pieces)):
-                self._follow(page_table.fileno())
-                if not self._read_next():
-                    time.sleep(_POLL_SECONDS)
-                    self._in_step.wait()
+                self._follow(page_table)
+                piece = self.plan.pieces[self._next % len(self.plan.pieces)]
+                if self._has_room(piece):
+                    self._next += 1
+                    return piece
+                time.sleep(_POLL_SECONDS)
+                self._in_step.wait()
+        return None
 
-    def _read_next(self) -> bool:
-        """See to the next piece; False if there is no room for it."""
-        pieces = self.plan.pieces
-        piece = pieces[self._next % len(pieces)]
+    def _has_room(self, piece: Piece) -> bool:
         held = self._passing_until(self._next) - self._passing_until(self._first)
         is_full = piece.passes and held and held + piece.nbytes > self.plan.ahead_bytes
-        if is_full or self._next - self._first >= len(pieces):
-            return False
-        if not _resident(self.weights.address + piece.offset, _PAGE):
-            self._read(piece)
-        self._next += 1
-        return True
+        return not is_full and self._next - self._first < len(self.plan.pieces)
 
     def _passing_until(self, number: int) -> int:
         """Bytes of the pieces that pass, of those before ``number``."""
@@ -176,8 +186,7 @@ class ReadAhead:
         if _madvise(self.weights.address + piece.offset, piece.nbytes, _POPULATE_READ) == 0:
             self.weights.memory.madvise(mmap.MADV_DONTNEED, piece.offset, _whole_pages(piece.nbytes))
         else:  # an older kernel
-            self._scratch = self._scratch if len(self._scratch) >= piece.nbytes else bytearray(piece.nbytes)
-            os.preadv(self.weights.descriptor, [memoryview(self._scratch)[: piece.nbytes]], piece.offset)
+            os.preadv(self.weights.descriptor, [bytearray(piece.nbytes)], piece.offset)
 
     def _follow(self, page_table: int) -> None:
         """Drop what a step has left behind."""
@@ -236,19 +245,27 @@ def _whole_pages(size: int) -> int:
 
 
 def _disk_rate(weights: KeptWeights) -> float:
-    """Bytes a second of a reader past the page cache; 0 where the file system has no such reading."""
-    buffer, size = mmap.mmap(-1, 4 * BLOCK_BYTES), os.fstat(weights.descriptor).st_size
+    """Bytes a second of as many readers past the page cache; 0 where the file system has no such reading."""
     try:
         descriptor = os.open(weights.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
     except OSError:
         return 0.0
+    started, size = time.perf_counter(), os.fstat(descriptor).st_size
+
+    def read(number: int) -> int:
+        with contextlib.closing(mmap.mmap(-1, BLOCK_BYTES)) as buffer:
+            count, end = 0, max(1, size // BLOCK_BYTES)
+            while time.perf_counter() - started < _MEASURED:
+                block = (count * _READERS + number) % end
+                if not os.preadv(descriptor, [buffer], block * BLOCK_BYTES):
+                    break
+                count += 1
+            return count * BLOCK_BYTES
+
     try:
-        started, count, end = time.perf_counter(), 0, max(1, size // len(buffer)) * len(buffer)
-        while (taken := time.perf_counter() - started) < _MEASURED:
-            count += os.preadv(descriptor, [buffer], count % end)
-        return count / taken
+        with ThreadPoolExecutor(_READERS) as pool:
+            return sum(pool.map(read, range(_READERS))) / (time.perf_counter() - started)
     except OSError:
         return 0.0
     finally:
         os.close(descriptor)
-        buffer.close()

@@ -225,6 +225,7 @@ def streamed(http: httpx.Client, body: dict[str, Any]) -> Found:
     """The same of a stream, which has no error."""
     found = [("", list[float]()) for _ in range(body.get("n", 1))]
     with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+        assert stream.status_code == 200, stream.read()
         for line in stream.iter_lines():
             if not line.startswith("data: {"):
                 continue
