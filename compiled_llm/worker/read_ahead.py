@@ -32,9 +32,10 @@ BLOCK_BYTES = 2 << 20  # a huge page: it is in memory as a whole
 _PAGE = mmap.PAGESIZE
 _POPULATE_READ = 22  # of madvise, from Linux 5.14 on; Python has no name for it
 _READERS = 3  # at once: one waits for each block, and the disk waits for it
-_MOST_AHEAD = 256 << 20  # bytes; more would not make a disk faster
+_LEAST_AHEAD = 64 << 20  # bytes, where that is no quarter of the memory: what a disk gives in some 20 ms
+_PART_BYTES = 16 << 20
 _POLL_SECONDS = 0.0005
-_LAYERS_SEEN = 4  # so many layers ahead it is looked whether a step has come to them
+_PARTS_SEEN = 4  # so many parts ahead it is looked whether a step has come to them
 _MEASURED = 0.5  # seconds, of the disk
 
 
@@ -43,10 +44,13 @@ class Piece(NamedTuple):
 
     Attributes:
         layer: its number in the order in which a step reads them.
+        part: of the model, counted on; a step is done with one when it has come to the next. It is a layer, or 16 MiB
+            of the head, which may be larger than all that is read ahead, and whose rows are too few to be read twice.
         passes: it is read for each step, and dropped again; else it stays.
     """
 
     layer: int
+    part: int
     offset: int
     nbytes: int
     passes: bool
@@ -64,7 +68,11 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(cls, layers: Sequence[Layer], budget: int, block: int = BLOCK_BYTES) -> "Plan":
-        """For ``budget`` bytes of memory. What passes is whole blocks of the file: others share theirs."""
+        """For ``budget`` bytes of memory. What passes is whole blocks of the file: others share theirs.
+
+        The layer in use and the next are to have room in what is read ahead. More than that serves nothing, and is
+        read for each step in the place of what could stay.
+        """
         whole = [layer for role in ("layer", "head") for layer in layers if layer.role == role]
         cuts = [
             (number, start, min(start // block * block + block, layer.offset + layer.nbytes) - start)
@@ -74,15 +82,19 @@ class Plan(NamedTuple):
         size = sum(layer.nbytes for layer in whole)
         in_part = sum(layer.nbytes for layer in layers) - size
         room = budget if size + in_part <= budget else max(budget - in_part, budget // 2)
-        ahead = 0 if size <= room else max(block, min(_MOST_AHEAD, room // 4))
-        may_pass = sum(nbytes for *_, nbytes in cuts if nbytes == block)
-        share = min(1.0, (size - room + ahead) / max(1, may_pass)) if ahead else 0.0
-        pieces, owed = list[Piece](), 0.0
+        may_pass = max(1, sum(nbytes for *_, nbytes in cuts if nbytes == block))
+        largest = max((layer.nbytes for layer in whole if layer.role == "layer"), default=0)
+        two_layers = int(2 * largest * min(1.0, (size - room) / may_pass))
+        ahead = 0 if size <= room else max(block, min(room // 4, max(_LEAST_AHEAD, two_layers)))
+        share = min(1.0, (size - room + ahead) / may_pass) if ahead else 0.0
+        pieces, owed, part, before = list[Piece](), 0.0, -1, (-1, 0)
         for number, start, nbytes in cuts:
+            place = number, start // _PART_BYTES if whole[number].role == "head" else 0
+            part, before = part + (place != before), place
             owed += share if nbytes == block else 0
             passes = nbytes == block and owed >= 0.5
             owed -= passes
-            pieces.append(Piece(number, start, nbytes, passes))
+            pieces.append(Piece(number, part, start, nbytes, passes))
         return cls(tuple(pieces), ahead)
 
     def bytes_of(self, passes: bool) -> int:
@@ -95,27 +107,27 @@ class ReadAhead:
 
     Attributes:
         weights, plan: what it reads.
-        disk_bytes_per_second: what the disk gives as many readers that read on and on past the page cache; 0 where all
-            weights stay, or where the system does not tell.
+        disk_bytes_per_second: what the disk gave as many readers before there were steps; 0 where all weights stay, or
+            all were in memory.
     """
 
     def __init__(self, weights: KeptWeights, budget: int, block: int = BLOCK_BYTES) -> None:
         self.weights, self.plan = weights, Plan.of(weights.layers, budget, block)
         self._read_before = _bytes_read()
-        self.disk_bytes_per_second = _disk_rate(weights) if self.plan.ahead_bytes else 0.0
+        self.disk_bytes_per_second = self._disk_rate() if self.plan.ahead_bytes else 0.0
         self._in_step, self._closed = threading.Event(), threading.Event()
         self._in_step.set()  # until steps are told
         self._lock = threading.Lock()  # of the places below
         # Pieces, counted on from one step to the next: the first that a step may still need, the next to be read.
         self._first = self._next = 0
         self._passing_before = [0, *itertools.accumulate(piece.nbytes * piece.passes for piece in self.plan.pieces)]
-        # Of each layer with pieces that pass: its number, and these.
+        # Of each part with pieces that pass: these.
         passing: dict[int, list[int]] = {}
         for place, piece in enumerate(self.plan.pieces):
             if piece.passes:
-                passing.setdefault(piece.layer, []).append(place)
-        self._layers = list(passing.values())
-        self._at = 0  # of these layers, counted on likewise: where a step was last seen
+                passing.setdefault(piece.part, []).append(place)
+        self._parts = list(passing.values())
+        self._at = 0  # of these parts, counted on likewise: where a step was last seen
         with contextlib.suppress(OSError, ValueError):  # a kernel without huge pages
             weights.memory.madvise(mmap.MADV_HUGEPAGE)
         self._threads = [
@@ -161,7 +173,7 @@ class ReadAhead:
         """The next piece, as soon as there is room for it; None at the end."""
         with self._lock:  # whoever waits for room follows the step, for all readers
             # If all stay, once round is enough.
-            while not self._closed.is_set() and (self._layers or self._next < len(self.plan.pieces)):
+            while not self._closed.is_set() and (self._parts or self._next < len(self.plan.pieces)):
                 self._follow(page_table)
                 piece = self.plan.pieces[self._next % len(self.plan.pieces)]
                 if self._has_room(piece):
@@ -188,25 +200,54 @@ class ReadAhead:
         else:  # an older kernel
             os.preadv(self.weights.descriptor, [bytearray(piece.nbytes)], piece.offset)
 
+    def _disk_rate(self) -> float:
+        """Bytes a second of blocks that are not in memory, and are dropped again."""
+        end = self.weights.nbytes - BLOCK_BYTES
+        absent = [
+            Piece(0, 0, offset, BLOCK_BYTES, passes=True)
+            for offset in range(0, end, BLOCK_BYTES)
+            if not _resident(self.weights.address + offset, _PAGE)
+        ]
+        started = time.perf_counter()
+
+        def read(piece: Piece) -> int:
+            if time.perf_counter() - started > _MEASURED:
+                return 0
+            self._read(piece)
+            os.posix_fadvise(self.weights.descriptor, piece.offset, piece.nbytes, os.POSIX_FADV_DONTNEED)
+            return piece.nbytes
+
+        with ThreadPoolExecutor(_READERS) as pool:
+            count = sum(pool.map(read, absent))
+        return count / (time.perf_counter() - started)
+
     def _follow(self, page_table: int) -> None:
         """Drop what a step has left behind."""
-        count, pieces = len(self._layers), self.plan.pieces
-        for ahead in range(min(_LAYERS_SEEN, count - 1), 0, -1):
-            turn, layer = divmod(self._at + ahead, count)
-            if not any(self._is_touched(page_table, pieces[place]) for place in self._layers[layer]):
+        for ahead in range(min(_PARTS_SEEN, len(self._parts) - 1), 0, -1):
+            turn, places = self._part(self._at + ahead)
+            if not any(self._is_touched(page_table, self.plan.pieces[place]) for place in places):
                 continue
             self._at += ahead
-            begin = turn * len(pieces) + self._layers[layer][0]
+            # Within a layer another thread may still be in the part before.
+            before_turn, before = self._part(self._at - 1)
+            is_within = self.plan.pieces[before[0]].layer == self.plan.pieces[places[0]].layer and before_turn == turn
+            begin = turn * len(self.plan.pieces) + (before if is_within else places)[0]
             for number in range(self._first, begin):
-                piece = pieces[number % len(pieces)]
+                piece = self.plan.pieces[number % len(self.plan.pieces)]
                 if piece.passes:
                     self.weights.memory.madvise(mmap.MADV_DONTNEED, piece.offset, piece.nbytes)
                     os.posix_fadvise(self.weights.descriptor, piece.offset, piece.nbytes, os.POSIX_FADV_DONTNEED)
             self._first = begin
-            if self._next <= begin:  # the step is faster: it reads this layer, and the next one is read for it
-                turn, layer = divmod(self._at + 1, count)
-                self._next = turn * len(pieces) + self._layers[layer][0]
+            if self._next <= turn * len(self.plan.pieces) + places[0]:
+                # The step is faster: it reads this part, and the next one is read for it.
+                turn, places = self._part(self._at + 1)
+                self._next = turn * len(self.plan.pieces) + places[0]
             return
+
+    def _part(self, number: int) -> tuple[int, list[int]]:
+        """Which step reads a part, and the places of its pieces that pass."""
+        turn, part = divmod(number, len(self._parts))
+        return turn, self._parts[part]
 
     def _is_touched(self, page_table: int, piece: Piece) -> bool:
         address = self.weights.address + piece.offset + piece.nbytes // 2
@@ -242,30 +283,3 @@ def _bytes_read() -> int:
 
 def _whole_pages(size: int) -> int:
     return -(-size // _PAGE) * _PAGE
-
-
-def _disk_rate(weights: KeptWeights) -> float:
-    """Bytes a second of as many readers past the page cache; 0 where the file system has no such reading."""
-    try:
-        descriptor = os.open(weights.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-    except OSError:
-        return 0.0
-    started, size = time.perf_counter(), os.fstat(descriptor).st_size
-
-    def read(number: int) -> int:
-        with contextlib.closing(mmap.mmap(-1, BLOCK_BYTES)) as buffer:
-            count, end = 0, max(1, size // BLOCK_BYTES)
-            while time.perf_counter() - started < _MEASURED:
-                block = (count * _READERS + number) % end
-                if not os.preadv(descriptor, [buffer], block * BLOCK_BYTES):
-                    break
-                count += 1
-            return count * BLOCK_BYTES
-
-    try:
-        with ThreadPoolExecutor(_READERS) as pool:
-            return sum(pool.map(read, range(_READERS))) / (time.perf_counter() - started)
-    except OSError:
-        return 0.0
-    finally:
-        os.close(descriptor)
