@@ -188,7 +188,7 @@ class EngineStats:
         execute_seconds: launching steps and waiting for their tokens; ``launch_seconds`` of it is launching, which is 0
             on a CPU, where host and device are one.
         disk_bytes: of mapped weights that do not fit into memory: read from disk for steps. disk_bytes_per_second: what
-            the disk gave one reader at the start; 0 where all weights fit, or where it is unknown.
+            the disk gave as many readers at the start; 0 where all weights fit, or where it is unknown.
     """
 
     num_steps: int

@@ -6,8 +6,9 @@ window is read ahead, and dropped behind. How far a step has come is asked of th
 process from when it is first touched: so no layer and no graph knows of it, and a step that overtakes the threads reads
 for itself. Nothing but time depends on any of this.
 
-Blocks are read by mapping them (MADV_POPULATE_READ) as huge pages, where the file system has such, and forgotten by the
-page table at once: that took a seventh of the processor time that POSIX_FADV_WILLNEED takes, and a third of the time.
+Blocks are read by mapping them (MADV_POPULATE_READ) as huge pages, where the file system has such: that took a seventh
+of the processor time that POSIX_FADV_WILLNEED takes, and a third of the time. They are mapped a second time for it,
+since what is mapped for steps says how far these have come.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ _PAGE = mmap.PAGESIZE
 _POPULATE_READ = 22  # of madvise, from Linux 5.14 on; Python has no name for it
 _READERS = 3  # at once: one waits for each block, and the disk waits for it
 _LEAST_AHEAD = 64 << 20  # bytes, where that is no quarter of the memory: what a disk gives in some 20 ms
-_PART_BYTES = 16 << 20
+_HEAD_PARTS, _PARTS_USED = 16, 3  # threads take eighths of the head at least, each its own
 _POLL_SECONDS = 0.0005
 _PARTS_SEEN = 4  # so many parts ahead it is looked whether a step has come to them
 _MEASURED = 0.5  # seconds, of the disk
@@ -44,8 +45,8 @@ class Piece(NamedTuple):
 
     Attributes:
         layer: its number in the order in which a step reads them.
-        part: of the model, counted on; a step is done with one when it has come to the next. It is a layer, or 16 MiB
-            of the head, which may be larger than all that is read ahead, and whose rows are too few to be read twice.
+        part: of the model, counted on. It is a layer, or a sixteenth of the head, which may be larger than all that is
+            read ahead, and whose rows are too few to be read twice.
         passes: it is read for each step, and dropped again; else it stays.
     """
 
@@ -65,6 +66,7 @@ class Plan(NamedTuple):
 
     pieces: tuple[Piece, ...]
     ahead_bytes: int  # of pieces that pass, most that are in memory; 0: none passes
+    layers: tuple[Layer, ...]  # whose pieces these are
 
     @classmethod
     def of(cls, layers: Sequence[Layer], budget: int, block: int = BLOCK_BYTES) -> "Plan":
@@ -89,13 +91,14 @@ class Plan(NamedTuple):
         share = min(1.0, (size - room + ahead) / may_pass) if ahead else 0.0
         pieces, owed, part, before = list[Piece](), 0.0, -1, (-1, 0)
         for number, start, nbytes in cuts:
-            place = number, start // _PART_BYTES if whole[number].role == "head" else 0
+            head = whole[number] if whole[number].role == "head" else None
+            place = number, 0 if head is None else (start - head.offset) * _HEAD_PARTS // head.nbytes
             part, before = part + (place != before), place
             owed += share if nbytes == block else 0
             passes = nbytes == block and owed >= 0.5
             owed -= passes
             pieces.append(Piece(number, part, start, nbytes, passes))
-        return cls(tuple(pieces), ahead)
+        return cls(tuple(pieces), ahead, tuple(whole))
 
     def bytes_of(self, passes: bool) -> int:
         """Bytes of the pieces that pass, or of those that stay."""
@@ -114,10 +117,15 @@ class ReadAhead:
     def __init__(self, weights: KeptWeights, budget: int, block: int = BLOCK_BYTES) -> None:
         self.weights, self.plan = weights, Plan.of(weights.layers, budget, block)
         self._read_before = _bytes_read()
+        self._read_memory = mmap.mmap(weights.descriptor, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        self._read_address = np.frombuffer(self._read_memory, np.uint8).ctypes.data
+        for memory in (weights.memory, self._read_memory):
+            with contextlib.suppress(OSError, ValueError):  # a kernel without huge pages
+                memory.madvise(mmap.MADV_HUGEPAGE)
         self.disk_bytes_per_second = self._disk_rate() if self.plan.ahead_bytes else 0.0
         self._in_step, self._closed = threading.Event(), threading.Event()
         self._in_step.set()  # until steps are told
-        self._lock = threading.Lock()  # of the places below
+        self._lock = threading.Lock()  # of the numbers below
         # Pieces, counted on from one step to the next: the first that a step may still need, the next to be read.
         self._first = self._next = 0
         self._passing_before = [0, *itertools.accumulate(piece.nbytes * piece.passes for piece in self.plan.pieces)]
@@ -127,13 +135,11 @@ class ReadAhead:
             if piece.passes:
                 passing.setdefault(piece.part, []).append(place)
         self._parts = list(passing.values())
+        heads = [number for number, layer in enumerate(self.plan.layers) if layer.role == "head"]
+        self._num_head_parts = sum(self.plan.pieces[places[0]].layer in heads for places in self._parts)
         self._at = 0  # of these parts, counted on likewise: where a step was last seen
-        with contextlib.suppress(OSError, ValueError):  # a kernel without huge pages
-            weights.memory.madvise(mmap.MADV_HUGEPAGE)
-        self._threads = [
-            threading.Thread(target=self._run, name=f"read-weights-ahead-{number}", daemon=True)
-            for number in range(_READERS)
-        ]
+        works = [self._read_on] * _READERS + [self._follow] * bool(self._parts)
+        self._threads = [threading.Thread(target=work, name="read-weights-ahead", daemon=True) for work in works]
         for thread in self._threads:
             thread.start()
 
@@ -143,6 +149,7 @@ class ReadAhead:
         self._in_step.set()
         for thread in self._threads:
             thread.join()
+        self._read_memory.close()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -163,25 +170,31 @@ class ReadAhead:
         """Bytes of the weights that are in memory now, whoever read them."""
         return min(self.weights.nbytes, _resident(self.weights.address, len(self.weights.memory)))
 
-    def _run(self) -> None:
-        with open("/proc/self/pagemap", "rb", buffering=0) as page_table:
-            while (piece := self._taken(page_table.fileno())) is not None:
-                if not _resident(self.weights.address + piece.offset, _PAGE):
-                    self._read(piece)
-
-    def _taken(self, page_table: int) -> Piece | None:
-        """The next piece, as soon as there is room for it; None at the end."""
-        with self._lock:  # whoever waits for room follows the step, for all readers
-            # If all stay, once round is enough.
-            while not self._closed.is_set() and (self._parts or self._next < len(self.plan.pieces)):
-                self._follow(page_table)
-                piece = self.plan.pieces[self._next % len(self.plan.pieces)]
-                if self._has_room(piece):
-                    self._next += 1
-                    return piece
+    def _read_on(self) -> None:
+        """Of each reader: piece by piece, as soon as there is room."""
+        pieces = self.plan.pieces
+        while not self._closed.is_set() and (self._parts or self._next < len(pieces)):  # if all stay, once round
+            with self._lock:
+                piece = pieces[self._next % len(pieces)]
+                has_room = self._has_room(piece)
+                self._next += has_room
+            if not has_room:
                 time.sleep(_POLL_SECONDS)
                 self._in_step.wait()
-        return None
+            elif not _resident(self.weights.address + piece.offset, _PAGE):
+                self._read(piece)
+
+    def _follow(self) -> None:
+        """Of one thread: drop what steps leave behind."""
+        with open("/proc/self/pagemap", "rb", buffering=0) as page_table:
+            while not self._closed.is_set():
+                if (at := self._seen(page_table.fileno())) is not None:
+                    with self._lock:
+                        behind = self._come_to(at)
+                    self._drop(behind)
+                else:
+                    time.sleep(_POLL_SECONDS)
+                    self._in_step.wait()
 
     def _has_room(self, piece: Piece) -> bool:
         held = self._passing_until(self._next) - self._passing_until(self._first)
@@ -194,9 +207,9 @@ class ReadAhead:
         return turn * self._passing_before[-1] + self._passing_before[place]
 
     def _read(self, piece: Piece) -> None:
-        """Bring it into the page cache. The page table forgets it, until a step touches it."""
-        if _madvise(self.weights.address + piece.offset, piece.nbytes, _POPULATE_READ) == 0:
-            self.weights.memory.madvise(mmap.MADV_DONTNEED, piece.offset, _whole_pages(piece.nbytes))
+        """Bring it into the page cache."""
+        if _madvise(self._read_address + piece.offset, piece.nbytes, _POPULATE_READ) == 0:
+            self._read_memory.madvise(mmap.MADV_DONTNEED, piece.offset, _whole_pages(piece.nbytes))
         else:  # an older kernel
             os.preadv(self.weights.descriptor, [bytearray(piece.nbytes)], piece.offset)
 
@@ -221,28 +234,47 @@ class ReadAhead:
             count = sum(pool.map(read, absent))
         return count / (time.perf_counter() - started)
 
-    def _follow(self, page_table: int) -> None:
-        """Drop what a step has left behind."""
-        for ahead in range(min(_PARTS_SEEN, len(self._parts) - 1), 0, -1):
-            turn, places = self._part(self._at + ahead)
-            if not any(self._is_touched(page_table, self.plan.pieces[place]) for place in places):
-                continue
-            self._at += ahead
-            # Within a layer another thread may still be in the part before.
-            before_turn, before = self._part(self._at - 1)
-            is_within = self.plan.pieces[before[0]].layer == self.plan.pieces[places[0]].layer and before_turn == turn
-            begin = turn * len(self.plan.pieces) + (before if is_within else places)[0]
-            for number in range(self._first, begin):
-                piece = self.plan.pieces[number % len(self.plan.pieces)]
-                if piece.passes:
-                    self.weights.memory.madvise(mmap.MADV_DONTNEED, piece.offset, piece.nbytes)
-                    os.posix_fadvise(self.weights.descriptor, piece.offset, piece.nbytes, os.POSIX_FADV_DONTNEED)
-            self._first = begin
-            if self._next <= turn * len(self.plan.pieces) + places[0]:
-                # The step is faster: it reads this part, and the next one is read for it.
-                turn, places = self._part(self._at + 1)
-                self._next = turn * len(self.plan.pieces) + places[0]
-            return
+    def _seen(self, page_table: int) -> int | None:
+        """The next part that a step has come to since it was last seen; None: it is still there."""
+        count, after = len(self._parts), self._at + 1
+        ahead = range(after, after + min(_PARTS_SEEN, count - 1))
+        turn, last = divmod(after + len(ahead) - 1, count)
+        begin = (turn + 1) * count
+        leaves_out = last >= count - self._num_head_parts  # the head, as a step without sampled tokens does
+        for number in (*ahead, *range(begin, begin + _PARTS_SEEN * leaves_out)):
+            _, places = self._part(number)
+            if any(self._is_touched(page_table, self.plan.pieces[place]) for place in places):
+                return number
+        return None
+
+    def _come_to(self, at: int) -> range:
+        """A step has come to this part. Numbers of the pieces that it has left behind."""
+        pieces, (turn, places) = self.plan.pieces, self._part(at)
+        layer = pieces[places[0]].layer
+        # Other threads may still be in parts of this layer before.
+        in_use = (self._part(number) for number in range(at - _PARTS_USED, at + 1))
+        begin = next(
+            turn * len(pieces) + used[0] for of, used in in_use if (of, pieces[used[0]].layer) == (turn, layer)
+        )
+        # What a step reads for itself comes back after it was dropped. Touched, it would be taken for a place that the
+        # next step has come to: so when one begins, all is dropped that is not read ahead for it, nor soon used.
+        is_new = turn > self._part(self._at)[0]
+        soon_turn, soon = self._part(at + 2 * _PARTS_SEEN)
+        used = max(self._next, soon_turn * len(pieces) + soon[0])
+        behind = range(min(self._first, used - len(pieces)) if is_new else self._first, begin)
+        self._at, self._first = at, begin
+        if self._next <= turn * len(pieces) + places[0]:
+            # The step is faster: it reads this part, and the next one is read for it.
+            turn, places = self._part(at + 1)
+            self._next = turn * len(pieces) + places[0]
+        return behind
+
+    def _drop(self, numbers: range) -> None:
+        for number in numbers:
+            piece = self.plan.pieces[number % len(self.plan.pieces)]
+            if piece.passes and _resident(self.weights.address + piece.offset, _PAGE):
+                self.weights.memory.madvise(mmap.MADV_DONTNEED, piece.offset, piece.nbytes)
+                os.posix_fadvise(self.weights.descriptor, piece.offset, piece.nbytes, os.POSIX_FADV_DONTNEED)
 
     def _part(self, number: int) -> tuple[int, list[int]]:
         """Which step reads a part, and the places of its pieces that pass."""

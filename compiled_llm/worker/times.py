@@ -51,7 +51,7 @@ class RunnerTimes:
         launch_seconds: handing steps to the device; 0 on a CPU, which is the device.
         execute_seconds: launching, and waiting for the tokens; profiling not counted.
         disk_bytes: of mapped weights that do not fit into memory: read from disk for steps.
-        disk_bytes_per_second: what the disk gave one reader at the start; 0: all weights fit, or it is unknown.
+        disk_bytes_per_second: what the disk gave as many readers at the start; 0: all weights fit, or it is unknown.
     """
 
     prepare_seconds: float = 0.0

@@ -95,6 +95,60 @@ def test_a_thread_reads_ahead_of_steps_and_drops_behind(weights: KeptWeights) ->
         reader.close()
 
 
+def test_what_a_step_has_read_for_itself_is_no_place_of_the_next(weights: KeptWeights) -> None:
+    """Pieces that come back after they were dropped, as where a thread of a step is late."""
+    reader = ReadAhead(weights, LAYERS * BLOCKS * BLOCK // 2)
+    passing = [piece for piece in reader.plan.pieces if piece.passes]
+
+    def touch(*layers: int) -> None:
+        for piece in passing:
+            if piece.layer in layers:
+                assert weights.memory[piece.offset + piece.nbytes // 2] == piece.layer
+
+    def place() -> int:
+        return reader._at % LAYERS
+
+    try:
+        with reader.step():
+            for layer in range(LAYERS):
+                touch(layer)
+                wait_for(lambda layer=layer: place() == layer)
+            wait_for(lambda: reader._first >= LAYERS * BLOCKS - 2)
+            touch(9, 10)
+        with reader.step():
+            for layer in range(6):
+                touch(layer)
+                wait_for(lambda layer=layer: place() == layer)
+            time.sleep(0.05)
+            assert place() == 5, "the second step has not come to what the first one left"
+    finally:
+        reader.close()
+
+
+def test_a_step_without_the_head(tmp_path: Path) -> None:
+    """Its pieces are many, and none of a prompt's first chunks comes to them."""
+
+    def write(writer) -> None:
+        for name, role, blocks in (("0", "layer", 2), ("1", "layer", 2), ("head", "head", 40)):
+            writer.layer(name, role, (torch.zeros(blocks * BLOCK, dtype=torch.uint8),))
+
+    weights = kept_weights(tmp_path / "kept", None, {}, 1, write)
+    reader = ReadAhead(weights, 8 * BLOCK)
+    passing = [piece for piece in reader.plan.pieces if piece.passes]
+    assert reader._num_head_parts == 16
+    try:
+        for _ in range(3):
+            with reader.step():
+                for layer in (0, 1):
+                    for piece in passing:
+                        if piece.layer == layer:
+                            weights.memory[piece.offset + piece.nbytes // 2]
+                    wait_for(lambda layer=layer: reader._at % len(reader._parts) == layer)
+                    time.sleep(0.02)  # other layers follow, and what is behind is dropped meanwhile
+    finally:
+        reader.close()
+
+
 def test_without_a_step_it_waits(weights: KeptWeights) -> None:
     reader = ReadAhead(weights, LAYERS * BLOCKS * BLOCK // 2)
     try:
