@@ -53,6 +53,8 @@ def pretend_gpu(properties: Any) -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, _always(answer))
+    # Compiled code would ask for the current stream of a GPU; a build for CPUs has no accelerator, and asks for none.
+    torch.accelerator.is_available = _always(False)
     torch.version.cuda = torch.version.cuda or "13.0"
     torch.cuda._DeviceGuard = _NoGuard  # type: ignore[misc, assignment]
     answers["get_compute_capability"] = 10 * capability[0] + capability[1]
