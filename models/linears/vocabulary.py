@@ -79,7 +79,10 @@ class VocabularyRows(NamedTuple):
     def gathered(self, own: Tensor) -> Tensor:
         """The logits of all tokens ``[T, V]``, of the rank's ``[T, n]``."""
         y = self.ranks.gathered(own)
-        return y if y.shape[1] == self.out_features else y[:, : self.out_features].contiguous()
+        if y.shape[1] == self.out_features:
+            return y
+        # Not ``contiguous``: a single row would keep the stride of the longer one, and functions are compiled for one.
+        return y[:, : self.out_features].clone(memory_format=torch.contiguous_format)
 
     def join_greedy(self, own: Tensor, tokens: Tensor) -> None:
         """Of the rank's logits ``[T, n]`` and the likeliest of its tokens ``[T]`` int64: that of all in their place."""
