@@ -74,7 +74,8 @@ from compiled_llm.worker.memory import (
 )
 from compiled_llm.worker.offloaded_weights import offloaded
 from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
-from compiled_llm.worker.rank_start import CompileTurn, check_device
+from compiled_llm.worker.rank_gpus import GpuOfRank, check_ranks_on_gpus, close_group, gpu_group
+from compiled_llm.worker.rank_start import CompileTurn
 from compiled_llm.worker.read_ahead import ReadAhead
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.shared_rows import SharedSwapSpace
@@ -89,9 +90,10 @@ class StartedModel:
         num_draft_tokens: most tokens that a drafter proposes for a request and step.
         drafter: a network that does so behind each step; None: the host drafts, or nobody.
         shard: what this process has of a model that several ranks share; None: all of it.
-        group: of all ranks.
+        group: of all ranks, by memory of the host.
         peers: all processes that share the model: ranks, stages; None: the ranks.
         rows: the descriptor of memory for rows of host memory that ranks have in common; None: each has its own.
+        gpu: of a rank on a GPU, with the descriptor of a file in which ranks meet (``gpu_group``).
 
     Attributes:
         model_config: the whole model's, with the layers of a stage (``models/stages.py``).
@@ -110,6 +112,7 @@ class StartedModel:
     """
 
     facts: WorkerFacts
+    pool_sizes: PoolSizes
     files: FileThread | None = None
     read_ahead: ReadAhead | None = None
 
@@ -126,16 +129,22 @@ class StartedModel:
         group: RankGroup | None = None,
         peers: RankGroup | None = None,
         rows: int | None = None,
+        gpu: tuple[GpuOfRank, Any] | None = None,
     ) -> None:
         started = time.perf_counter()
         self.device = resolve_device(config.device)
         self._set_rank(config, model_config, shard, group, peers)
         check_torch(self.device, config.enforce_eager)
         self.num_threads = use_threads(choose_threads(config.num_threads))
-        pool = graph_pool(config.cuda_graphs, self.device, config.enforce_eager, config.cpu_offload_gb > 0)
+        in_order = config.cpu_offload_gb > 0 or self.num_ranks > 1
+        pool = graph_pool(config.cuda_graphs, self.device, config.enforce_eager, in_order)
         self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
         self.cache_dtypes = layer_dtypes(config, self.dtype, model_config)
         use_device(self.device, self.cache_dtypes, model_config)
+        self._sharing = self.num_ranks  # processes that share the device's memory
+        if gpu is not None:
+            self.group = gpu_group(self._host_group, gpu[0], self.device, gpu[1])
+            self._sharing = self.num_ranks if gpu[0].shared else 1
         limits = EngineLimits.resolve(config, model_config.max_position_embeddings, STEP_DEFAULTS[self.device.type])
         limits = with_state_slots(limits, config, self._own_config, self.dtype)
         self.limits = with_drafts(limits, num_draft_tokens, config, model_config, self.device)
@@ -187,7 +196,7 @@ class StartedModel:
         self.steps.leave_tokens_in([slot.tokens for slot in self._host_slots])
         memory.before_compiling()
         if self._turn.waits:
-            least(0, self.group)  # until the first rank has compiled: what it made is on disk
+            least(0, self._host_group)  # until the first rank has compiled: what it made is on disk
             builds = self._start_builds(config, progress, gpu_target(pool))
         self._compile(config, builds, progress)
         compiled = time.perf_counter()
@@ -204,6 +213,8 @@ class StartedModel:
         if self._offloaded is not None:
             self._offloaded.memory.close()
         del self.swap_space
+        if self.group is not self._host_group:
+            close_group(self.group)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -269,13 +280,14 @@ class StartedModel:
     ) -> None:
         if shard is None and config.tensor_parallel_exact:
             shard = Shard(0, 1, exact=True)
-        self.shard, self.group = shard, RankGroup.alone() if group is None else group
-        self.peers = self.group if peers is None else peers
-        self._turn = CompileTurn(shard, self.group)
+        self._host_group = RankGroup.alone() if group is None else group
+        self.shard, self.group = shard, self._host_group  # which layers have; on GPUs another one follows
+        self.peers = self._host_group if peers is None else peers
+        self._turn = CompileTurn(shard, self._host_group)
         self.model_config = model_config
         self._own_config = model_config if shard is None else rank_config(model_config, shard)
-        if self.shard is not None or self.num_ranks > 1:
-            check_device(self.device)
+        if self.device.type == "cuda" and (self.shard is not None or self.num_ranks > 1):
+            check_ranks_on_gpus(config)
 
     def _start_builds(self, config: EngineConfig, progress: StartProgress, target: GpuTarget | None) -> Builds | None:
         sizes = self.limits, self.dtype, self.cache_dtypes
@@ -296,6 +308,7 @@ class StartedModel:
             num_tensors(self._own_config, self.cache_dtypes) + (0 if draft is None else draft.num_cache_tensors),
             activations if draft is None else max(activations, draft.activations(self.limits)),
             self.num_ranks,
+            self._sharing,
         )
 
     def _load_weights(self, config: EngineConfig, directory: Path, progress: StartProgress, memory: StartMemory) -> Any:
@@ -311,7 +324,7 @@ class StartedModel:
             raise ValueError(
                 f"enable_expert_parallel must be False for {c.architecture}, which has no experts, given True"
             )
-        of_place = self.device, self.dtype, self.num_ranks
+        of_place = self.device, self.dtype, self._sharing
         described, elsewhere = own_weights(description.weights, c), 0
         if self._offloaded is not None:
             described = self._offloaded.over_buffers(described, torch.device("meta"))
@@ -432,7 +445,7 @@ class StartedModel:
         offload = self._offloaded
         self.memory_ledger = memory.ledger(
             max(0, self.weight_bytes - mapped - (0 if offload is None else offload.host_bytes)),
-            self.steps.nbytes + self.group.memory.nbytes // self.num_ranks,
+            self.steps.nbytes + self._host_group.memory.nbytes // self.num_ranks * (self.device.type == "cpu"),
             self.kv_cache_bytes,
             self.swap_space.nbytes - self.swap_space.tier_nbytes,
             of_drafter,
@@ -443,7 +456,7 @@ class StartedModel:
         contents = tuple(map(str, (self.model_config, self.dtype, self.cache_dtypes, config.model, config.seed)))
 
         def agreed(seconds: float) -> float:
-            return least(int(seconds * 1e9), self.group) / 1e9
+            return least(int(seconds * 1e9), self._host_group) / 1e9
 
         known: tuple[bytes, ...] | None = None
         if config.has_files and self.num_ranks == 1:  # else those of all ranks are the engine's
