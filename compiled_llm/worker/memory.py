@@ -97,7 +97,7 @@ class MemoryLedger:
         first, total = ledgers[0], ledgers[0].total * devices
         names = [row.name for row in first.rows if row.name != _OTHERS]
         own = {name: sum(ledger.bytes_of(name) for ledger in ledgers) for name in names}
-        own[_OTHERS] = total - sum(own.values())
+        own[_OTHERS] = total - sum(own[row.name] for row in first.rows if row.where == first.where and row.name in own)
         rows = tuple(dataclasses.replace(row, bytes=own[row.name]) for row in first.rows)
         return cls(rows, first.where, sum(ledger.start_peak_bytes for ledger in ledgers))
 

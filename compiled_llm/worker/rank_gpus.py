@@ -108,7 +108,7 @@ def described_gpu(device: torch.device) -> str:
     return f"{properties.name}, compute capability {properties.major}.{properties.minor}"
 
 
-def gpu_group(host: RankGroup, gpu: GpuOfRank, device: torch.device, meeting: int) -> RankGroup:
+def gpu_group(host: RankGroup, gpu: GpuOfRank, device: torch.device, meeting: int | None) -> RankGroup:
     """In each rank: the group of all ranks on GPUs, on its own one.
 
     Ranks map each other's memory, if all of them reach it; else NCCL carries pieces, and the group's memory is empty.
@@ -122,6 +122,7 @@ def gpu_group(host: RankGroup, gpu: GpuOfRank, device: torch.device, meeting: in
     """
     from compiled_llm.ops.parallel.triton_reductions import bytes_on_gpu  # it loads Triton
 
+    torch.cuda.set_device(device)
     torch.cuda.synchronize(device)  # makes the context that the driver's calls need
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     if sms < _LEAST_SMS:
@@ -148,7 +149,7 @@ def gpu_group(host: RankGroup, gpu: GpuOfRank, device: torch.device, meeting: in
     )
 
 
-def _meet_by_nccl(meeting: int, rank: int, size: int, device: torch.device) -> None:
+def _meet_by_nccl(meeting: int | None, rank: int, size: int, device: torch.device) -> None:
     if not torch.distributed.is_nccl_available():
         raise ValueError(
             "tensor_parallel_size must be 1: the GPUs do not reach each other's memory with atomics, as over NVLink, "

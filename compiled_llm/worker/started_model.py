@@ -129,7 +129,7 @@ class StartedModel:
         group: RankGroup | None = None,
         peers: RankGroup | None = None,
         rows: int | None = None,
-        gpu: tuple[GpuOfRank, Any] | None = None,
+        gpu: tuple[GpuOfRank, int | None] | None = None,
     ) -> None:
         started = time.perf_counter()
         self.device = resolve_device(config.device)

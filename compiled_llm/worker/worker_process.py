@@ -336,7 +336,10 @@ def _serve(
         peers, rows = None if of_stage is None else of_stage.group(), None if rank is None else rank.rows
         assert not isinstance(rows, Inherited), "it is a number here"
         of_all = config, model_config, directory, progress, num_draft_tokens, drafter
-        gpu = None if rank is None or rank.gpu is None else (rank.gpu, rank.meeting)
+        gpu = None
+        if rank is not None and rank.gpu is not None:
+            assert not isinstance(rank.meeting, Inherited), "it is a number here"
+            gpu = rank.gpu, rank.meeting
         runner = ModelRunner(*of_all, shard, group, peers, rows, gpu)
         launch: Launch = runner.launch if of_stage is None else Stage(of_stage, runner).launch
         watched = None
