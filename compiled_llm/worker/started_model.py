@@ -20,7 +20,7 @@ from compiled_llm.checkpoint.keeping import Keeping
 from compiled_llm.checkpoint.kept_weights import KeptWeights
 from compiled_llm.checkpoint.quantization import linears_of
 from compiled_llm.compiling.compiler import check_torch
-from compiled_llm.compiling.cuda_graphs import gpu_target, graph_pool
+from compiled_llm.compiling.cuda_graphs import GraphPool, gpu_target, graph_pool
 from compiled_llm.compiling.gpu_properties import GpuTarget
 from compiled_llm.compiling.libraries import use_own_cache_directory
 from compiled_llm.compiling.report import CompileReport
@@ -136,15 +136,11 @@ class StartedModel:
         self._set_rank(config, model_config, shard, group, peers)
         check_torch(self.device, config.enforce_eager)
         self.num_threads = use_threads(choose_threads(config.num_threads))
-        in_order = config.cpu_offload_gb > 0 or self.num_ranks > 1
-        pool = graph_pool(config.cuda_graphs, self.device, config.enforce_eager, in_order)
+        pool = self._graph_pool(config)
         self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
         self.cache_dtypes = layer_dtypes(config, self.dtype, model_config)
         use_device(self.device, self.cache_dtypes, model_config)
-        self._sharing = self.num_ranks  # processes that share the device's memory
-        if gpu is not None:
-            self.group = gpu_group(self._host_group, gpu[0], self.device, gpu[1])
-            self._sharing = self.num_ranks if gpu[0].shared else 1
+        self._set_group(gpu)
         limits = EngineLimits.resolve(config, model_config.max_position_embeddings, STEP_DEFAULTS[self.device.type])
         limits = with_state_slots(limits, config, self._own_config, self.dtype)
         self.limits = with_drafts(limits, num_draft_tokens, config, model_config, self.device)
@@ -190,8 +186,7 @@ class StartedModel:
             drafter=None if network is None else (network, self._allocate_for_drafter(TRIAL_BLOCKS - 1)),
         )
         self.swap_space = self._make_swap_space(config, rows)
-        drafting = self.steps.drafting
-        drafts = None if drafting is None else drafting.token_ids
+        drafts = None if self.steps.drafting is None else self.steps.drafting.token_ids
         self._host_slots = HostSlot.in_turns(self.steps.last_tokens, drafts, self.device)
         self.steps.leave_tokens_in([slot.tokens for slot in self._host_slots])
         memory.before_compiling()
@@ -281,13 +276,24 @@ class StartedModel:
         if shard is None and config.tensor_parallel_exact:
             shard = Shard(0, 1, exact=True)
         self._host_group = RankGroup.alone() if group is None else group
-        self.shard, self.group = shard, self._host_group  # which layers have; on GPUs another one follows
+        self.shard = shard
         self.peers = self._host_group if peers is None else peers
         self._turn = CompileTurn(shard, self._host_group)
         self.model_config = model_config
         self._own_config = model_config if shard is None else rank_config(model_config, shard)
         if self.device.type == "cuda" and (self.shard is not None or self.num_ranks > 1):
             check_ranks_on_gpus(config)
+
+    def _set_group(self, gpu: tuple[GpuOfRank, int | None] | None) -> None:
+        """That of the layers; and how many processes share the memory of the device."""
+        self.group, self._sharing = self._host_group, self.num_ranks
+        if gpu is not None:
+            self.group = gpu_group(self._host_group, gpu[0], self.device, gpu[1])
+            self._sharing = self.num_ranks if gpu[0].shared else 1
+
+    def _graph_pool(self, config: EngineConfig) -> GraphPool | None:
+        in_order = config.cpu_offload_gb > 0 or self.num_ranks > 1
+        return graph_pool(config.cuda_graphs, self.device, config.enforce_eager, in_order)
 
     def _start_builds(self, config: EngineConfig, progress: StartProgress, target: GpuTarget | None) -> Builds | None:
         sizes = self.limits, self.dtype, self.cache_dtypes
