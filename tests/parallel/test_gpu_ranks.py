@@ -3,8 +3,11 @@
 That GPUs map each other's memory, keep the order of flags and record these sums in graphs, no test here shows.
 """
 
+import json
 import os
+import runpy
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ from compiled_llm.parallel import rank_processes
 from compiled_llm.parallel.rank_processes import RankProcesses
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.worker import WorkerFailedError
-from compiled_llm.worker import rank_gpus
+from compiled_llm.worker import rank_gpus, started_model
 from compiled_llm.worker.memory import MemoryLedger, MemoryRow
 from compiled_llm.worker.rank_gpus import GpuOfRank, GpuProgress, check_ranks_on_gpus, gpus_of_ranks
 from tests.parallel.gpu_stand_in import build, on_stand_ins
@@ -34,6 +37,7 @@ ARGUMENTS: dict[str, Any] = {
 PROMPTS = ["def f", "import os"]
 PARAMS = [SamplingParams(temperature=0, max_tokens=6, logprobs=2), SamplingParams(seed=1, max_tokens=6, top_p=0.9)]
 RANKS: dict[str, Any] = {**ARGUMENTS, "device": "cuda", "tensor_parallel_size": 2}
+SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_ranks.py"
 battery = pytest.mark.battery
 
 
@@ -233,3 +237,18 @@ def test_fewer_gpus_than_ranks(library: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ValueError, match="tensor_parallel_size must be at most 1, the GPUs that torch sees"):
         CompiledEngine(**RANKS)
     check_all_ended(before)
+
+
+@battery
+def test_what_a_lent_gpu_is_to_run(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The part "ranks" of gpu_validate, as far as stand-ins go: no step is compiled, no graph recorded."""
+    on_stand_ins(monkeypatch, library, 1, STAND_IN_KERNELS="plain")
+    monkeypatch.setattr(started_model, "resolve_device", lambda name: torch.device("cpu"))
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--eager", "--json", str(tmp_path / "ranks.json")])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert ended.value.code == 0
+    result = json.loads((tmp_path / "ranks.json").read_text())
+    assert (result["device"], result["same_tokens"]) == ("cuda:0", True)
+    assert [row["KiB"] for row in result["sums"]] == [4, 64, 1024]
