@@ -15,6 +15,7 @@ that GPU, where processes take turns of milliseconds: what then is timed is most
 """
 
 import argparse
+import functools
 import multiprocessing
 import os
 import statistics
@@ -63,14 +64,18 @@ def seconds_of_calls(call: Callable[[], object]) -> float:
 
 def gpu_seconds(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Of ``CALLS`` of each in every round; all ranks run as many."""
-    runs = {name: lambda copy, call=call: call() for name, call in calls.items()}
+
+    def run(call: Callable[[], object], copy: int) -> object:
+        return call()
+
+    runs = {name: functools.partial(run, call) for name, call in calls.items()}
     found = call_seconds(runs, 1, "cuda", seconds=10**9, rounds=rounds)
     return {name: [CALLS * seconds for seconds in of_rounds] for name, of_rounds in found.items()}
 
 
 def cpu_seconds(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """The same on a CPU."""
-    runs = {name: lambda call=call: seconds_of_calls(call) for name, call in calls.items()}
+    runs = {name: functools.partial(seconds_of_calls, call) for name, call in calls.items()}
     return in_turns(runs, rounds=rounds)
 
 
@@ -94,10 +99,10 @@ def run_rank(start: RankStart, args: argparse.Namespace, meeting: str, results: 
         x = torch.full((max(1, kib * 1024 // dtype.itemsize // COLUMNS), COLUMNS), 1.0 + rank).to(device, dtype)
         assert all_reduce(x, group).eq(size * (size + 1) / 2).all()
         y = x.clone()  # the library sums in place
-        calls: dict[str, Callable[[], object]] = {"op": lambda x=x: all_reduce(x, group)}
+        calls: dict[str, Callable[[], object]] = {"op": functools.partial(all_reduce, x, group)}
         if has_library:
             torch.distributed.all_reduce(y.clone())
-            calls[library] = lambda y=y: torch.distributed.all_reduce(y)
+            calls[library] = functools.partial(torch.distributed.all_reduce, y)
         times = (cpu_seconds if start.gpu is None else gpu_seconds)(calls, args.rounds)
         row: Row = {"KiB": kib}
         for name, seconds in times.items():
