@@ -137,6 +137,7 @@ PARTS = {
     },
     "quantised": Part(300, f"{_PYTEST} -m gpu tests/ops/linear/test_triton_quantized.py"),
     "quantised-speed": Part(480, _QUANTIZED),
+    "ranks": Part(100, "scripts/gpu_ranks.py --json {json}"),
     "kernels": Part(500, f"{_PYTEST} {_PARALLEL} -m gpu {_ATTENTION_TESTS}"),
     "tune": Part(540, "-m compiled_llm tune attention --head-dim 128 --kv-cache-dtype auto int8 fp8 --seconds 480"),
     "tune-linear": Part(540, "-m compiled_llm tune linear --seconds 480"),

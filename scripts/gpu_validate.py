@@ -39,6 +39,7 @@ Parts, short ones that decide what is worth doing first:
   ``prefix-off``: requests with a common prefix, with and without the prefix cache.
 - ``quantised``: linear layers on quantised weights against the reference, every format; ``quantised-speed``: each kind,
   of layers and of experts, checked, and timed beside bfloat16.
+- ``ranks``: two ranks, on one GPU if there is no second: tokens of one process, uncompiled and in CUDA graphs; sums.
 - ``kernels``: attention, also over latents, against the reference at real sizes.
 - ``gpt-fast``: a token of its Llama-3-8B, if it is named and ``.gpt-fast`` is a checkout of it.
 - ``tune`` and ``tune-linear`` run only if they are named: they write the tiles that suit this GPU to ``ops/tiles``,

@@ -72,6 +72,7 @@ ALLOWED = {
     ("compiled_llm/report/cpu_loops.py", "ctypes.CDLL"): _OWN_LIBRARY,
     ("ops/native_program.py", "ctypes.CDLL"): _OWN_LIBRARY,
     ("ops/torch_private_gpu.py", "ctypes.CDLL"): "torch's own library",
+    ("ops/parallel/device_memory.py", "ctypes.CDLL"): "the CUDA driver's library",
     ("compiled_llm/bench/peers/worker.py", "ctypes.CDLL"): "the C library",
     ("compiled_llm/worker/read_ahead.py", "ctypes.CDLL"): "the C library",
     ("ops/torch_private.py", "importlib.util.spec_from_file_location"): "torch's own files",

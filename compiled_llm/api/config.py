@@ -165,9 +165,9 @@ class EngineConfig:
         model_process: run the model in a process of its own, so that the scheduler and detokenising have the engine's
             process to themselves. It is started by "spawn": a script that makes such an engine needs
             ``if __name__ == "__main__":``.
-        tensor_parallel_size: processes, called ranks, that run the model together on a CPU: each has a part of every
-            layer's weights and of the KV cache, and cores of its own. They are started as that of ``model_process``.
-            Sizes in bytes and ``num_threads`` are those of a rank. See docs/parallel.md.
+        tensor_parallel_size: processes, called ranks, that run the model together: each has a part of every layer's
+            weights and of the KV cache, and cores or a GPU of its own. They are started as that of ``model_process``.
+            Sizes in bytes and ``num_threads`` are those of a rank. Never run on GPUs yet. See docs/parallel.md.
         tensor_parallel_exact: add the parts of a layer's sums in one order whatever ``tensor_parallel_size`` is, so
             that 1, 2, 4 and 8 ranks give the same bits.
         pipeline_parallel_size: stages, which have whole layers that follow one another, each a process on a CPU, or

@@ -1,6 +1,7 @@
 """The sum over ranks: the op through shared memory, beside torch.distributed's gloo, between processes of this machine.
 
     compiled-llm bench all-reduce
+    compiled-llm bench all-reduce --device cuda
     compiled-llm bench all-reduce --kib 4,64,1024 --json docs/results/cpu/all-reduce.json
 
 Each rank is a process with one thread on a core of its own. All call the op again and again, so that a call waits for
@@ -8,14 +9,18 @@ the slowest rank, as in a step; the figures are of rank 0: the median of the rou
 least. In each round the two ways run one after the other, each with some calls first that do not count: ranks come
 from gloo's calls, in which they sleep, at different times. Times on a machine that others use, or with fewer cores than
 ranks, are mostly of waiting.
+
+On GPUs ("cuda") each rank has one, calls are in a CUDA graph, and NCCL is beside the op. With "cuda:0" all ranks are on
+that GPU, where processes take turns of milliseconds: what then is timed is mostly these, and NCCL refuses it.
 """
 
 import argparse
+import functools
 import multiprocessing
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,12 +28,14 @@ import torch
 
 from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser, integers
-from compiled_llm.bench.harness import TORCH_DTYPES, Row, finish, in_turns, seconds_of
+from compiled_llm.bench.harness import TORCH_DTYPES, Row, call_seconds, finish, in_turns, seconds_of
 from compiled_llm.models.sharding import Shard
 from compiled_llm.ops import all_reduce, native
 from compiled_llm.ops.parallel.rank_group import bytes_for
 from compiled_llm.parallel.rank_processes import PIECE_BYTES
 from compiled_llm.system.numa import cores_of_ranks
+from compiled_llm.worker.device import resolve_device
+from compiled_llm.worker.rank_gpus import gpu_group, gpus_of_ranks
 from compiled_llm.worker.rank_start import Inherited, RankStart, begin_rank
 
 COLUMNS = 1024
@@ -38,6 +45,7 @@ CALLS, UNCOUNTED = 100, 100  # of a round's mean; before them
 def parser(program: str) -> FlagParser:
     made = FlagParser(prog=program, description="The sum over ranks, beside gloo.")
     made.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
+    made.add_argument("--device", default="cpu", help="cpu, cuda, or cuda:INDEX for all ranks (default: cpu)")
     made.add_argument("--kib", type=integers, default=(4, 16, 64, 256, 1024), help="KiB of a rank (default: 4 to 1024)")
     made.add_argument("--dtype", default="bfloat16", choices=TORCH_DTYPES, help="(default: bfloat16)")
     made.add_argument("--rounds", type=int, default=20, help="(default: 20)")
@@ -54,22 +62,48 @@ def seconds_of_calls(call: Callable[[], object]) -> float:
     return seconds_of(lambda: repeat(CALLS))
 
 
+def gpu_seconds(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Of ``CALLS`` of each in every round; all ranks run as many."""
+
+    def run(call: Callable[[], object], copy: int) -> object:
+        return call()
+
+    runs = {name: functools.partial(run, call) for name, call in calls.items()}
+    found = call_seconds(runs, 1, "cuda", seconds=10**9, rounds=rounds)
+    return {name: [CALLS * seconds for seconds in of_rounds] for name, of_rounds in found.items()}
+
+
+def cpu_seconds(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """The same on a CPU."""
+    runs = {name: functools.partial(seconds_of_calls, call) for name, call in calls.items()}
+    return in_turns(runs, rounds=rounds)
+
+
 def run_rank(start: RankStart, args: argparse.Namespace, meeting: str, results: Connection) -> None:
     """In a process of its own: measure, and send the rows."""
     group = begin_rank(start)
     assert start.shard is not None
     torch.set_num_threads(1)
-    rank, size = start.shard.rank, start.shard.size
-    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    rank, size, library = start.shard.rank, start.shard.size, "gloo"
+    device = torch.device("cpu")
+    if start.gpu is not None:
+        assert not isinstance(start.meeting, Inherited), "it is a number here"
+        library, device = "nccl", resolve_device("cuda")
+        group = gpu_group(group, start.gpu, device, start.meeting)
+    has_library = start.gpu is None or not start.gpu.shared
+    if has_library and not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(library, init_method=f"file://{meeting}", rank=rank, world_size=size)
     rows = []
     for kib in args.kib:
         dtype = TORCH_DTYPES[args.dtype]
-        x = torch.full((max(1, kib * 1024 // dtype.itemsize // COLUMNS), COLUMNS), 1.0 + rank).to(dtype)
+        x = torch.full((max(1, kib * 1024 // dtype.itemsize // COLUMNS), COLUMNS), 1.0 + rank).to(device, dtype)
         assert all_reduce(x, group).eq(size * (size + 1) / 2).all()
-        y = x.clone()  # gloo sums in place
-        ways = {"op": lambda x=x: all_reduce(x, group), "gloo": lambda y=y: torch.distributed.all_reduce(y)}
-        runs = {name: lambda way=way: seconds_of_calls(way) for name, way in ways.items()}
-        times = in_turns(runs, rounds=args.rounds)
+        y = x.clone()  # the library sums in place
+        calls: dict[str, Callable[[], object]] = {"op": functools.partial(all_reduce, x, group)}
+        if has_library:
+            torch.distributed.all_reduce(y.clone())
+            calls[library] = functools.partial(torch.distributed.all_reduce, y)
+        times = (cpu_seconds if start.gpu is None else gpu_seconds)(calls, args.rounds)
         row: Row = {"KiB": kib}
         for name, seconds in times.items():
             row |= {
@@ -77,20 +111,24 @@ def run_rank(start: RankStart, args: argparse.Namespace, meeting: str, results: 
                 f"{name}_least_us": min(seconds) / CALLS * 1e6,
             }
         rows.append(row)
-    torch.distributed.destroy_process_group()
+    if has_library:
+        torch.distributed.destroy_process_group()
     results.send(rows)
 
 
 def measure(args: argparse.Namespace) -> list[Row]:
     """The rows of rank 0."""
     context = multiprocessing.get_context("spawn")
-    descriptor = os.memfd_create("compiled-llm-bench")
+    gpus = [] if args.device == "cpu" else gpus_of_ranks(args.device, args.ranks)
+    descriptor, of_gpus = os.memfd_create("compiled-llm-bench"), os.memfd_create("compiled-llm-meeting")
     os.ftruncate(descriptor, bytes_for(args.ranks, PIECE_BYTES))
     native.load("parallel_cpu")
     processes, connections = [], []
     with tempfile.TemporaryDirectory() as directory:
         for rank, cores in enumerate(cores_of_ranks(args.ranks)):
             start = RankStart(Shard(rank, args.ranks), Inherited(descriptor), tuple(cores[:1]), f"rank {rank}")
+            if gpus:
+                start = start._replace(gpu=gpus[rank], meeting=Inherited(of_gpus))
             own, theirs = context.Pipe()
             arguments: Any = start, args, os.path.join(directory, "meeting"), theirs
             processes.append(context.Process(target=run_rank, args=arguments, daemon=True))
@@ -98,6 +136,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
             connections.append(own)
             theirs.close()
         os.close(descriptor)
+        os.close(of_gpus)
         rows = connections[0].recv()
         for process in processes:
             process.join()
@@ -108,6 +147,12 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     args = parser(program).parse_checked(None, arguments, ranks=1, rounds=1, kib=1)
     rows = measure(args)
     print(tables.text_table(rows))
-    facts = {"ranks": args.ranks, "dtype": args.dtype, "cores": len(os.sched_getaffinity(0)), "results": rows}
+    facts = {
+        "ranks": args.ranks,
+        "device": args.device,
+        "dtype": args.dtype,
+        "cores": len(os.sched_getaffinity(0)),
+        "results": rows,
+    }
     finish("all-reduce", facts, args.json)
     return 0

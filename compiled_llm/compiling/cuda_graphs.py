@@ -41,11 +41,11 @@ class GraphPool:
 
 
 def graph_pool(
-    cuda_graphs: str, device: torch.device, enforce_eager: bool = False, fetches: bool = False
+    cuda_graphs: str, device: torch.device, enforce_eager: bool = False, in_order: bool = False
 ) -> GraphPool | None:
     """The pool for graphs captured by hand, as the engine arguments ask for them; None where there are none.
 
-    ``fetches``: whether weights come while a step runs (``ops/fetch.py``): then no kernel may start early.
+    ``in_order``: no kernel may start early: weights come while a step runs (``ops/fetch.py``), or ranks share them.
 
     Raises:
         ValueError: those of ``check_cuda_graphs``.
@@ -54,16 +54,17 @@ def graph_pool(
     if device.type != "cuda" or enforce_eager or cuda_graphs == "trees":
         return None
     capability = torch.cuda.get_device_capability(device)
-    programmatic = is_programmatic(cuda_graphs, capability, fetches=fetches)
+    programmatic = is_programmatic(cuda_graphs, capability, in_order=in_order)
     return GraphPool(device, programmatic, cuda_graphs == "pinned")
 
 
-def is_programmatic(cuda_graphs: str, capability: tuple[int, int], *, fetches: bool = False) -> bool:
+def is_programmatic(cuda_graphs: str, capability: tuple[int, int], *, in_order: bool = False) -> bool:
     """Whether the engine arguments let launches start early on such a GPU, see ``programmatic_launch.py``.
 
-    Not where weights are fetched: a kernel asks for its weights before it waits for the launches before it.
+    Not where weights are fetched: a kernel asks for its weights before it waits for the launches before it. Nor with
+    ranks: their sums are behind products of cuBLAS, which may not stand directly behind launches that start early.
     """
-    return cuda_graphs == "programmatic" or (cuda_graphs == "auto" and capability >= CAPABILITY and not fetches)
+    return cuda_graphs == "programmatic" or (cuda_graphs == "auto" and capability >= CAPABILITY and not in_order)
 
 
 def gpu_target(pool: GraphPool | None) -> GpuTarget | None:

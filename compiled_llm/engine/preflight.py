@@ -51,7 +51,7 @@ from compiled_llm.worker.memory import (
 )
 from compiled_llm.worker.offloaded_weights import OffloadedWeights, offloaded
 from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
-from compiled_llm.worker.rank_start import check_device
+from compiled_llm.worker.rank_gpus import check_ranks_on_gpus, gpus_of_ranks
 
 _MIB = 2**20
 
@@ -131,10 +131,11 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
     state = f"; {sizes.slot_bytes:,} bytes of state a request" if sizes.slot_bytes else ""
     yield "KV cache", f"{kv_cache.describe(own, cache_dtypes, dtype)}{state}{of_each}"
     yield "memory", _free(device)
-    how_much = weights, taken, config, served, directory, device, dtype, config.tensor_parallel_size
+    sharing = 1 if device.type == "cuda" and ":" not in config.device else config.tensor_parallel_size
+    how_much = weights, taken, config, served, directory, device, dtype, sharing
     check_room_for_weights(*how_much, are_mapped=are_mapped, elsewhere=elsewhere)
     needed = kv_cache.num_tensors(own, cache_dtypes), estimated_activations(made, limits, dtype, taken)
-    memory = StartMemory(config, limits, device, sizes, *needed, config.tensor_parallel_size)
+    memory = StartMemory(config, limits, device, sizes, *needed, config.tensor_parallel_size, sharing)
     mapped = num_bytes(tuple(linear_layers(description.weights))) if are_mapped else 0
     yield "room", _room(memory, limits, made, weight_bytes + draft_bytes, mapped)
 
@@ -163,13 +164,14 @@ def _of_rank(
     config: EngineConfig, made: ModelConfig, linears: LinearKind, device: torch.device
 ) -> tuple[ModelConfig, LinearKind, str]:
     """The config and the layers of the first of several ranks, and words for "of each"; those given and "" for one."""
-    if config.pipeline_parallel_size > 1:
-        check_device(device)
-        check_stages(made, config.pipeline_parallel_size)
     size = config.tensor_parallel_size
+    if device.type == "cuda" and (config.num_processes > 1 or config.tensor_parallel_exact):
+        check_ranks_on_gpus(config)
+        gpus_of_ranks(config.device, size)
+    if config.pipeline_parallel_size > 1:
+        check_stages(made, config.pipeline_parallel_size)
     if size == 1 and not config.tensor_parallel_exact:
         return made, linears, ""
-    check_device(device)
     shard = Shard(0, size, config.tensor_parallel_exact, config.enable_expert_parallel)
     of_each = f" of each of {size} ranks" if size > 1 else ""
     return rank_config(made, shard), Sharding(linears, shard, RankGroup.alone()), of_each

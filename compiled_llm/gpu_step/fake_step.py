@@ -142,7 +142,8 @@ def generate_step(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
         others = tuple(reason for reason in generated.skip_reasons if "due to cpu device" not in reason)
         generated = generated._replace(skip_reasons=others)
     capability = torch.cuda.get_device_capability()
-    programmatic = is_programmatic(engine.cuda_graphs, capability, fetches=engine.cpu_offload_gb > 0)
+    in_order = engine.cpu_offload_gb > 0 or step.num_ranks > 1
+    programmatic = is_programmatic(engine.cuda_graphs, capability, in_order=in_order)
     name = str(step.dtype).removeprefix("torch.")
     return FakeStep(step.bucket, step.config, name, layers_of(step.config), generated, step.mode, programmatic)
 

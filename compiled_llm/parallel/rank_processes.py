@@ -21,15 +21,17 @@ from compiled_llm.checkpoint.quantization import linears_of
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.sharding import Shard
-from compiled_llm.ops.parallel.rank_group import abort, bytes_for, meetings
+from compiled_llm.ops.parallel.rank_group import abort, bytes_for, gpu_counts, meetings
 from compiled_llm.ops.torch_settings import own_settings
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.worker import StepResult, Worker, WorkerFailedError
 from compiled_llm.system.numa import cores_of_ranks
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.tiers.file_thread import FileThread
+from compiled_llm.worker.device import resolve_device
 from compiled_llm.worker.memory import MemoryLedger
 from compiled_llm.worker.message import Message
+from compiled_llm.worker.rank_gpus import GpuOfRank, check_ranks_on_gpus, gpus_of_ranks
 from compiled_llm.worker.rank_start import Alike, Inherited, RankStart, map_memory
 from compiled_llm.worker.shared_rows import map_pools
 from compiled_llm.worker.tier_files import open_files
@@ -59,6 +61,7 @@ class RankProcesses(Worker):
     Attributes:
         ranks: the processes.
         facts, limits, device and so on: those of rank 0. weight_bytes, kv_cache_bytes, num_threads: of all ranks.
+        gpus: of the ranks; empty: they run on CPUs.
         files: of blocks of all ranks, whose rows of host memory are this process's, too; None: there are none.
         profiler: none can look on.
         adapters: those that this process has read. A rank gets an adapter whole before the step that it is needed in.
@@ -70,6 +73,7 @@ class RankProcesses(Worker):
     """
 
     profiler: None = None
+    gpus: Sequence[GpuOfRank] = ()
     files: FileThread | None = None
     adapters: HostAdapters | None = None
     _alike: tuple[str, ...] = ("limits", "dtype", "cache_dtypes")  # in all processes, besides the blocks of pools
@@ -84,6 +88,7 @@ class RankProcesses(Worker):
         drafter: DraftCheckpoint | None = None,
     ) -> None:
         size, cores = config.tensor_parallel_size, cores_of_ranks(config.tensor_parallel_size)
+        self.gpus = rank_gpus(config)
         if len({core for own in cores for core in own}) < size:
             progress.line(f"tensor_parallel_size={size} processes share fewer cores, which they wait for in turns")
         self._is_started, self._failure = False, ""
@@ -93,7 +98,7 @@ class RankProcesses(Worker):
         self.ranks: list[WorkerProcess] = []
         self._idle_seconds: dict[int, float] = {}  # step -> how long it may wait for files
         quiet = dataclasses.replace(config, progress="off")
-        descriptor = os.memfd_create("compiled-llm-ranks")
+        descriptor, meeting = os.memfd_create("compiled-llm-ranks"), os.memfd_create("compiled-llm-meeting")
         rows = os.memfd_create("compiled-llm-rows") if config.has_files else None
         try:
             os.ftruncate(descriptor, bytes_for(size, PIECE_BYTES))
@@ -102,8 +107,11 @@ class RankProcesses(Worker):
                 shard = Shard(rank, size, config.tensor_parallel_exact, config.enable_expert_parallel)
                 of_rows = None if rows is None else Inherited(rows)
                 start = RankStart(shard, Inherited(descriptor), tuple(own), f"rank {rank}", rows=of_rows)
-                of_all = quiet if rank else config, model_config, directory, num_draft_tokens, drafter, start
-                self.ranks.append(WorkerProcess(*of_all))
+                told = quiet if rank else config
+                if self.gpus:
+                    start = start._replace(gpu=self.gpus[rank], meeting=Inherited(meeting))
+                    told = dataclasses.replace(told, device="cuda")  # the first that it sees
+                self.ranks.append(WorkerProcess(told, model_config, directory, num_draft_tokens, drafter, start))
             self._start()
             if config.enable_lora:
                 self.adapters = readable(
@@ -115,7 +123,7 @@ class RankProcesses(Worker):
             self._end(kill=True)
             raise
         finally:
-            for one in (descriptor, *([] if rows is None else [rows])):
+            for one in (descriptor, meeting, *([] if rows is None else [rows])):
                 os.close(one)
 
     def _start(self) -> None:
@@ -144,7 +152,8 @@ class RankProcesses(Worker):
         self.num_threads = sum(process.num_threads for process in self.ranks)
         self.weight_bytes = sum(process.weight_bytes for process in self.ranks)
         self.kv_cache_bytes = sum(process.kv_cache_bytes for process in self.ranks)
-        self.memory_ledger = MemoryLedger.of_ranks([process.memory_ledger for process in self.ranks])
+        devices = 1 if not self.gpus or self.gpus[0].shared else len(self.ranks)
+        self.memory_ledger = MemoryLedger.of_ranks([process.memory_ledger for process in self.ranks], devices)
         self._is_started = True
 
     def _open_files(
@@ -317,7 +326,7 @@ class RankProcesses(Worker):
     def _watch(self) -> None:
         """No message came: look whether the ranks get on."""
         since, before = self._progress
-        now, pieces = time.monotonic(), self._pieces()
+        now, pieces = time.monotonic(), self._counts()
         if pieces != before:
             self._progress = (now if before is not None else since), pieces
             return
@@ -331,6 +340,10 @@ class RankProcesses(Worker):
 
     def _pieces(self) -> list[int]:
         return meetings(self._memory, len(self.ranks))
+
+    def _counts(self) -> list[int]:
+        """How far each rank has come in its steps."""
+        return gpu_counts(self._memory, len(self.ranks)) if self.gpus else self._pieces()
 
     # -- Ends
 
@@ -354,6 +367,14 @@ class RankProcesses(Worker):
             process.connection.close()
         for process in self.ranks:
             process.end(kill=kill)
+
+
+def rank_gpus(config: EngineConfig) -> Sequence[GpuOfRank]:
+    """Of each rank, if ``config`` asks for GPUs; ``ValueError`` where they cannot be had."""
+    if resolve_device(config.device).type != "cuda":
+        return ()
+    check_ranks_on_gpus(config)
+    return gpus_of_ranks(config.device, config.tensor_parallel_size)
 
 
 def check_alike(ranks: Sequence[Alike]) -> None:

@@ -30,7 +30,8 @@ from compiled_llm.scheduling.worker import StepResult, WorkerFacts
 from compiled_llm.system.numa import cores_of_ranks
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker.device import resolve_device
-from compiled_llm.worker.rank_start import Inherited, RankStart, check_device, map_memory
+from compiled_llm.worker.rank_gpus import check_ranks_on_gpus
+from compiled_llm.worker.rank_start import Inherited, RankStart, map_memory
 from compiled_llm.worker.stage_link import LinkEnd, SkippedError, StageStart
 from compiled_llm.worker.worker_process import Failure, Followed, WorkerProcess, digest_of
 
@@ -60,7 +61,8 @@ class StageProcesses(RankProcesses):
         num_draft_tokens: int = 0,
     ) -> None:
         self.num_stages, self.num_ranks = config.pipeline_parallel_size, config.tensor_parallel_size
-        check_device(resolve_device(config.device))
+        if resolve_device(config.device).type == "cuda":
+            check_ranks_on_gpus(config)
         check_stages(model_config, self.num_stages)
         size = self.num_stages * self.num_ranks
         cores = cores_of_ranks(size)

@@ -66,8 +66,8 @@ def engine_clients(config: EngineConfig, settings: ServerSettings) -> list[Engin
     if config.num_threads is None:  # the same number for all: code is compiled for one
         most = max(1, granted_cores() // (count * config.num_processes))
         config = dataclasses.replace(config, num_threads=threads_of(os.environ.get("OMP_NUM_THREADS", ""), most))
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = [name.strip() for name in given.split(",")] if given else [str(index) for index in range(count)]
+    given = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count * config.tensor_parallel_size)))
+    gpus = [name.strip() for name in given.split(",")]
     clients = []
     moves, secret, directory = settings.prefill_replicas > 0 or settings.allow_drain, {}, ""
     if moves:
@@ -80,7 +80,7 @@ def engine_clients(config: EngineConfig, settings: ServerSettings) -> list[Engin
             role: Any = "both" if not settings.prefill_replicas else "decode" if number < count_decode else "prefill"
             host, address = config.kv_host_bytes or _HOST_BYTES, f"unix:{directory}/{number}"
             own = dataclasses.replace(own, role=role, kv_transfer_address=address, kv_host_bytes=host)
-        gpu = gpus[number] if number < len(gpus) else ""
+        gpu = ",".join(gpus[number * config.tensor_parallel_size :][: config.tensor_parallel_size])
         clients.append(EngineClient(own, Place(number, count, cores, {"CUDA_VISIBLE_DEVICES": gpu, **secret})))
     return clients
 

@@ -89,12 +89,15 @@ class MemoryLedger:
         return dataclasses.replace(self, rows=tuple(rows))
 
     @classmethod
-    def of_ranks(cls, ledgers: "Sequence[MemoryLedger]") -> "MemoryLedger":
-        """Of processes that share the memory of one machine, each of which counts a part of what is free as its own."""
-        first, total = ledgers[0], ledgers[0].total
+    def of_ranks(cls, ledgers: "Sequence[MemoryLedger]", devices: int = 1) -> "MemoryLedger":
+        """Of processes that share the memory of one machine, each of which counts a part of what is free as its own.
+
+        ``devices``: GPUs; or 1, also for a host.
+        """
+        first, total = ledgers[0], ledgers[0].total * devices
         names = [row.name for row in first.rows if row.name != _OTHERS]
         own = {name: sum(ledger.bytes_of(name) for ledger in ledgers) for name in names}
-        own[_OTHERS] = total - sum(own.values())
+        own[_OTHERS] = total - sum(own[row.name] for row in first.rows if row.where == first.where and row.name in own)
         rows = tuple(dataclasses.replace(row, bytes=own[row.name]) for row in first.rows)
         return cls(rows, first.where, sum(ledger.start_peak_bytes for ledger in ledgers))
 
@@ -126,7 +129,8 @@ class StartMemory:
     ``gpu_memory_utilization``. The share counts, on a GPU, of all its memory; on a CPU, of half the memory free, and
     nothing goes to a pool that ``max_num_seqs`` requests of ``max_model_len`` could not use.
 
-    ``ranks``: processes that start together in the same memory; each has its part of what is free.
+    ``ranks``: processes that start together in the same memory; each has its part of what is free. ``sharing``: those
+    that have the same GPU; None: as many.
     """
 
     def __init__(
@@ -138,8 +142,9 @@ class StartMemory:
         num_cache_tensors: int,
         activation_estimate: int,
         ranks: int = 1,
+        sharing: int | None = None,
     ) -> None:
-        self._ranks = ranks
+        self._ranks, self._sharing = ranks, ranks if sharing is None else sharing
         self._config, self._limits, self._device = config, limits, device
         self._on_gpu = device.type == "cuda"
         self._pool = pool_sizes
@@ -319,7 +324,7 @@ class StartMemory:
             before, now = self._before_compiling, self._now()
             compiled = max(0, now.outside_allocator - before.outside_allocator)
             activations = now.reserved - self._at_start.reserved - held
-            free = total - now.used
+            free = (total - now.used) // self._sharing
         else:
             # Pages of the pool and of the swap space become resident as they are first written.
             compiled, activations, held = self._compiled, self._activations, held + swap_bytes + tier_bytes
@@ -369,7 +374,7 @@ class StartMemory:
         return 0 if self._on_gpu else self._config.swap_space_bytes + self._config.kv_host_bytes
 
     def _free(self) -> int:
-        return free_bytes(self._device) // self._ranks if self._on_gpu else self._free_on_host()
+        return free_bytes(self._device) // self._sharing if self._on_gpu else self._free_on_host()
 
     def _free_on_host(self) -> int:
         """Host memory free; of what mapped weights are to have of it, none."""

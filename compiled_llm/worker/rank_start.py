@@ -18,15 +18,7 @@ from compiled_llm.models.sharding import Shard
 from compiled_llm.ops import RankGroup, native
 from compiled_llm.ops.parallel.reductions import least
 from compiled_llm.system.resources import granted_cores
-
-
-def check_device(device: torch.device) -> None:
-    """``ValueError`` for one on which no rank runs."""
-    if device.type != "cpu":
-        raise ValueError(
-            "device must be 'cpu' with tensor_parallel_size or pipeline_parallel_size above 1 or "
-            f"tensor_parallel_exact=True (ranks share the memory of a host), given {str(device)!r}"
-        )
+from compiled_llm.worker.rank_gpus import GpuOfRank, described_gpu, see_own_gpu
 
 
 class Inherited:
@@ -53,6 +45,8 @@ class RankStart(NamedTuple):
         name: of the process, in messages.
         stage: the ``StageStart`` of a stage; None: the process has all layers.
         rows: the descriptor of memory for rows of host memory that ranks have in common; None: each has its own.
+        gpu: that of the rank; None: it runs on CPUs.
+        meeting: the descriptor of an empty file, the same for all ranks on GPUs.
     """
 
     shard: Shard | None
@@ -61,6 +55,8 @@ class RankStart(NamedTuple):
     name: str
     stage: Any = None
     rows: Inherited | int | None = None
+    gpu: GpuOfRank | None = None
+    meeting: Inherited | int | None = None
 
 
 class Alike(NamedTuple):
@@ -72,6 +68,7 @@ class Alike(NamedTuple):
     python: str
     instructions: str
     model_files: str
+    gpu: str = "none"
 
 
 class CompileTurn:
@@ -116,6 +113,8 @@ def map_memory(descriptor: int) -> Tensor:
 def begin_rank(start: RankStart) -> RankGroup:
     """In the rank's process, first of all: it keeps to its cores, and ends when the engine's process does."""
     os.sched_setaffinity(0, start.cores)
+    if start.gpu is not None:
+        see_own_gpu(start.gpu)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     assert isinstance(start.memory, int)
     if start.shard is None:
@@ -132,8 +131,9 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def alike(model_files: str) -> Alike:
+def alike(model_files: str, on_gpu: bool = False) -> Alike:
     """Of this process. ``model_files``: their digest."""
     isa = native.best_isa() or "none, without a C++ compiler"
     sources = hashlib.sha256(json.dumps(source_digests()).encode()).hexdigest()
-    return Alike(__version__, sources, torch.__version__, platform.python_version(), isa, model_files)
+    gpu = described_gpu(torch.device("cuda", 0)) if on_gpu else "none"
+    return Alike(__version__, sources, torch.__version__, platform.python_version(), isa, model_files, gpu)

@@ -20,7 +20,7 @@ from compiled_llm.checkpoint.keeping import Keeping
 from compiled_llm.checkpoint.kept_weights import KeptWeights
 from compiled_llm.checkpoint.quantization import linears_of
 from compiled_llm.compiling.compiler import check_torch
-from compiled_llm.compiling.cuda_graphs import gpu_target, graph_pool
+from compiled_llm.compiling.cuda_graphs import GraphPool, gpu_target, graph_pool
 from compiled_llm.compiling.gpu_properties import GpuTarget
 from compiled_llm.compiling.libraries import use_own_cache_directory
 from compiled_llm.compiling.report import CompileReport
@@ -74,7 +74,8 @@ from compiled_llm.worker.memory import (
 )
 from compiled_llm.worker.offloaded_weights import offloaded
 from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
-from compiled_llm.worker.rank_start import CompileTurn, check_device
+from compiled_llm.worker.rank_gpus import GpuOfRank, check_ranks_on_gpus, close_group, gpu_group
+from compiled_llm.worker.rank_start import CompileTurn
 from compiled_llm.worker.read_ahead import ReadAhead
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.shared_rows import SharedSwapSpace
@@ -89,9 +90,10 @@ class StartedModel:
         num_draft_tokens: most tokens that a drafter proposes for a request and step.
         drafter: a network that does so behind each step; None: the host drafts, or nobody.
         shard: what this process has of a model that several ranks share; None: all of it.
-        group: of all ranks.
+        group: of all ranks, by memory of the host.
         peers: all processes that share the model: ranks, stages; None: the ranks.
         rows: the descriptor of memory for rows of host memory that ranks have in common; None: each has its own.
+        gpu: of a rank on a GPU, with the descriptor of a file in which ranks meet (``gpu_group``).
 
     Attributes:
         model_config: the whole model's, with the layers of a stage (``models/stages.py``).
@@ -110,6 +112,7 @@ class StartedModel:
     """
 
     facts: WorkerFacts
+    pool_sizes: PoolSizes
     files: FileThread | None = None
     read_ahead: ReadAhead | None = None
 
@@ -126,16 +129,18 @@ class StartedModel:
         group: RankGroup | None = None,
         peers: RankGroup | None = None,
         rows: int | None = None,
+        gpu: tuple[GpuOfRank, int | None] | None = None,
     ) -> None:
         started = time.perf_counter()
         self.device = resolve_device(config.device)
         self._set_rank(config, model_config, shard, group, peers)
         check_torch(self.device, config.enforce_eager)
         self.num_threads = use_threads(choose_threads(config.num_threads))
-        pool = graph_pool(config.cuda_graphs, self.device, config.enforce_eager, config.cpu_offload_gb > 0)
+        pool = self._graph_pool(config)
         self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
         self.cache_dtypes = layer_dtypes(config, self.dtype, model_config)
         use_device(self.device, self.cache_dtypes, model_config)
+        self._set_group(gpu)
         limits = EngineLimits.resolve(config, model_config.max_position_embeddings, STEP_DEFAULTS[self.device.type])
         limits = with_state_slots(limits, config, self._own_config, self.dtype)
         self.limits = with_drafts(limits, num_draft_tokens, config, model_config, self.device)
@@ -181,13 +186,12 @@ class StartedModel:
             drafter=None if network is None else (network, self._allocate_for_drafter(TRIAL_BLOCKS - 1)),
         )
         self.swap_space = self._make_swap_space(config, rows)
-        drafting = self.steps.drafting
-        drafts = None if drafting is None else drafting.token_ids
+        drafts = None if self.steps.drafting is None else self.steps.drafting.token_ids
         self._host_slots = HostSlot.in_turns(self.steps.last_tokens, drafts, self.device)
         self.steps.leave_tokens_in([slot.tokens for slot in self._host_slots])
         memory.before_compiling()
         if self._turn.waits:
-            least(0, self.group)  # until the first rank has compiled: what it made is on disk
+            least(0, self._host_group)  # until the first rank has compiled: what it made is on disk
             builds = self._start_builds(config, progress, gpu_target(pool))
         self._compile(config, builds, progress)
         compiled = time.perf_counter()
@@ -204,6 +208,8 @@ class StartedModel:
         if self._offloaded is not None:
             self._offloaded.memory.close()
         del self.swap_space
+        if self.group is not self._host_group:
+            close_group(self.group)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -269,13 +275,25 @@ class StartedModel:
     ) -> None:
         if shard is None and config.tensor_parallel_exact:
             shard = Shard(0, 1, exact=True)
-        self.shard, self.group = shard, RankGroup.alone() if group is None else group
-        self.peers = self.group if peers is None else peers
-        self._turn = CompileTurn(shard, self.group)
+        self._host_group = RankGroup.alone() if group is None else group
+        self.shard = shard
+        self.peers = self._host_group if peers is None else peers
+        self._turn = CompileTurn(shard, self._host_group)
         self.model_config = model_config
         self._own_config = model_config if shard is None else rank_config(model_config, shard)
-        if self.shard is not None or self.num_ranks > 1:
-            check_device(self.device)
+        if self.device.type == "cuda" and (self.shard is not None or self.num_ranks > 1):
+            check_ranks_on_gpus(config)
+
+    def _set_group(self, gpu: tuple[GpuOfRank, int | None] | None) -> None:
+        """That of the layers; and how many processes share the memory of the device."""
+        self.group, self._sharing = self._host_group, self.num_ranks
+        if gpu is not None:
+            self.group = gpu_group(self._host_group, gpu[0], self.device, gpu[1])
+            self._sharing = self.num_ranks if gpu[0].shared else 1
+
+    def _graph_pool(self, config: EngineConfig) -> GraphPool | None:
+        in_order = config.cpu_offload_gb > 0 or self.num_ranks > 1
+        return graph_pool(config.cuda_graphs, self.device, config.enforce_eager, in_order)
 
     def _start_builds(self, config: EngineConfig, progress: StartProgress, target: GpuTarget | None) -> Builds | None:
         sizes = self.limits, self.dtype, self.cache_dtypes
@@ -296,6 +314,7 @@ class StartedModel:
             num_tensors(self._own_config, self.cache_dtypes) + (0 if draft is None else draft.num_cache_tensors),
             activations if draft is None else max(activations, draft.activations(self.limits)),
             self.num_ranks,
+            self._sharing,
         )
 
     def _load_weights(self, config: EngineConfig, directory: Path, progress: StartProgress, memory: StartMemory) -> Any:
@@ -311,7 +330,7 @@ class StartedModel:
             raise ValueError(
                 f"enable_expert_parallel must be False for {c.architecture}, which has no experts, given True"
             )
-        of_place = self.device, self.dtype, self.num_ranks
+        of_place = self.device, self.dtype, self._sharing
         described, elsewhere = own_weights(description.weights, c), 0
         if self._offloaded is not None:
             described = self._offloaded.over_buffers(described, torch.device("meta"))
@@ -432,7 +451,7 @@ class StartedModel:
         offload = self._offloaded
         self.memory_ledger = memory.ledger(
             max(0, self.weight_bytes - mapped - (0 if offload is None else offload.host_bytes)),
-            self.steps.nbytes + self.group.memory.nbytes // self.num_ranks,
+            self.steps.nbytes + self._host_group.memory.nbytes // self.num_ranks * (self.device.type == "cpu"),
             self.kv_cache_bytes,
             self.swap_space.nbytes - self.swap_space.tier_nbytes,
             of_drafter,
@@ -443,7 +462,7 @@ class StartedModel:
         contents = tuple(map(str, (self.model_config, self.dtype, self.cache_dtypes, config.model, config.seed)))
 
         def agreed(seconds: float) -> float:
-            return least(int(seconds * 1e9), self.group) / 1e9
+            return least(int(seconds * 1e9), self._host_group) / 1e9
 
         known: tuple[bytes, ...] | None = None
         if config.has_files and self.num_ranks == 1:  # else those of all ranks are the engine's

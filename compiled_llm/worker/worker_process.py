@@ -9,7 +9,7 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,9 +26,9 @@ from compiled_llm.scheduling.worker import StepResult, Worker, WorkerFacts, Work
 from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker.block_copies import Layout
-from compiled_llm.worker.launched_step import LaunchedStep
 from compiled_llm.worker.memory import MemoryLedger
 from compiled_llm.worker.message import Message, receive
+from compiled_llm.worker.rank_gpus import GpuProgress, Launch
 from compiled_llm.worker.rank_start import Alike, Inherited, RankStart, alike, begin_rank
 from compiled_llm.worker.runner import ModelRunner
 from compiled_llm.worker.stage_link import Stage, StageStart
@@ -328,15 +328,25 @@ def _serve(
         shard, group = (None, None) if rank is None else (rank.shard, begin_rank(rank))
         if rank is not None:
             places = [(directory, config), *([] if drafter is None else [(drafter.directory, drafter.config)])]
-            if not _may_start(connection, " ".join(model_digest(path, own.load_format) for path, own in places)):
+            digests = " ".join(model_digest(path, own.load_format) for path, own in places)
+            if not _may_start(connection, alike(digests, rank.gpu is not None)):
                 return
         progress = StartProgress(config.progress)
         of_stage: StageStart | None = None if rank is None else rank.stage
         peers, rows = None if of_stage is None else of_stage.group(), None if rank is None else rank.rows
         assert not isinstance(rows, Inherited), "it is a number here"
         of_all = config, model_config, directory, progress, num_draft_tokens, drafter
-        runner = ModelRunner(*of_all, shard, group, peers, rows)
-        launch = runner.launch if of_stage is None else Stage(of_stage, runner).launch
+        gpu = None
+        if rank is not None and rank.gpu is not None:
+            assert not isinstance(rank.meeting, Inherited), "it is a number here"
+            gpu = rank.gpu, rank.meeting
+        runner = ModelRunner(*of_all, shard, group, peers, rows, gpu)
+        launch: Launch = runner.launch if of_stage is None else Stage(of_stage, runner).launch
+        watched = None
+        if gpu is not None:
+            assert group is not None
+            watched = GpuProgress(group, runner.group)
+            launch = watched.noting(launch)
     except Exception as error:
         connection.send(Answer(Failure.of(error)))
         return
@@ -362,12 +372,14 @@ def _serve(
     except EOFError:  # the engine has closed its end, or is gone
         launched.put(None)
         thread.join()
+        if watched is not None:
+            watched.close()
         runner.close()
 
 
-def _may_start(connection: Connection, files: str) -> bool:
-    """Of a rank, whose models' files have this digest: whether the engine finds that all are alike."""
-    connection.send(Answer(alike(files)))
+def _may_start(connection: Connection, own: Alike) -> bool:
+    """Of a rank that is ``own``: whether the engine finds that all are alike."""
+    connection.send(Answer(own))
     try:
         return receive(connection) == _GO
     except EOFError:
@@ -377,7 +389,7 @@ def _may_start(connection: Connection, files: str) -> bool:
 def _do(
     message: Any,
     runner: ModelRunner,
-    launch: Callable[[SchedulerOutput], LaunchedStep],
+    launch: Launch,
     uncompiled: contextlib.ExitStack,
 ) -> Any:
     """Launch a step, or answer a question."""

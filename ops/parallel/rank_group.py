@@ -4,7 +4,8 @@ The memory is all zeros at the start:
 
     bytes 0 to 8        0; or 1 + the rank that has failed (``abort``), which ends every wait with an error
     bytes 128 * (1 + r) how often rank r has met the others, an int64 on a cache line of its own; 64 bytes further how
-                        many pieces it has begun
+                        many pieces it has begun; of ranks on GPUs 80 bytes further how many steps it has launched, and
+                        88 how many meetings its GPU has come to, as far as it has looked
     from byte 16,384    buffers of one size: of pieces with even numbers, a rank after the other; then of odd ones
 
 Ranks call the same ops in the same order. A rank writes a piece into its buffer, counts that it comes to the meeting,
@@ -21,6 +22,7 @@ from torch import Tensor
 
 MOST_RANKS = 64
 _LINE, _HEADER = 128, 16384
+_GPU = 80
 
 
 class RankGroup(NamedTuple):
@@ -53,6 +55,16 @@ def abort(memory: Tensor, rank: int) -> None:
 def meetings(memory: Tensor, size: int) -> list[int]:
     """To how many each rank has come so far: who is behind the others keeps them waiting."""
     return [int(memory[_LINE * (1 + rank) :][:8].view(torch.int64)) for rank in range(size)]
+
+
+def note_gpu(memory: Tensor, rank: int, launched: int, met: int) -> None:
+    """Of a rank on a GPU, how many steps it has launched and how many meetings its GPU has come to."""
+    memory[_LINE * (1 + rank) + _GPU :][:16].view(torch.int64).copy_(torch.tensor([launched, met]))
+
+
+def gpu_counts(memory: Tensor, size: int) -> list[int]:
+    """Of each rank the sum of what ``note_gpu`` has noted: who is behind the others keeps them waiting."""
+    return [int(memory[_LINE * (1 + rank) + _GPU :][:16].view(torch.int64).sum()) for rank in range(size)]
 
 
 def exchange(piece: Tensor, place: Tensor, memory: Tensor) -> list[Tensor]:

@@ -4,6 +4,8 @@ Every rank calls the same op with tensors of the same shapes, and gets the same 
 neither on who comes first nor on how the work is cut. T rows, D columns.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -87,13 +89,14 @@ def join_parts_reference(parts: Tensor, place: Tensor, memory: Tensor, size: int
     """The op in plain torch."""
     if len(parts) * size != TREE_LEAVES:
         raise ValueError(f"the parts of all ranks must be {TREE_LEAVES}, got {len(parts)} for {size} ranks")
-    total = _tree(list(parts))
+    total = tree_of(parts.unbind())
     if size > 1:
-        total = _tree([piece.view(total.shape) for piece in exchange(total.flatten(), place, memory)])
+        total = tree_of([piece.view(total.shape) for piece in exchange(total.flatten(), place, memory)])
     return total.to(getattr(torch, dtype), copy=True)
 
 
-def _tree(parts: list[Tensor]) -> Tensor:
+def tree_of(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of 1, 2, 4 or 8 parts in float32 as a binary tree of neighbours."""
     while len(parts) > 1:
         parts = [first + second for first, second in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]

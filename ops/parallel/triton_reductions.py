@@ -4,8 +4,9 @@ import torch
 import triton
 from torch import Tensor
 
+from compiled_llm.ops.parallel.carried_reductions import carried_join, carried_sum, in_order
 from compiled_llm.ops.parallel.rank_group import MOST_RANKS
-from compiled_llm.ops.parallel.reductions import TREE_LEAVES, join_parts_reference
+from compiled_llm.ops.parallel.reductions import TREE_LEAVES, join_parts_reference, tree_of
 from compiled_llm.ops.parallel.triton_exchange import CHANNELS, HEADER_BYTES
 from compiled_llm.ops.parallel.triton_kernels import rank_gather_kernel, rank_sum_kernel
 from compiled_llm.ops.programmatic_launch import launch_options
@@ -32,8 +33,11 @@ def all_reduce(x: Tensor, place: Tensor, memory: Tensor) -> Tensor:
     """As ``reductions.all_reduce``."""
     if x.dim() != 2 or not x.is_contiguous() or x.dtype not in DTYPES:
         refuse("all_reduce", "x", x, "a contiguous [T, D] of float32, bfloat16 or float16")
-    if _size_of(place, memory, x, "all_reduce") == 1:
+    size = _size_of(place, memory, x, "all_reduce")
+    if size == 1:
         return x.clone()
+    if not memory.numel():
+        return carried_sum(x, size, x.dtype, in_order)
     return _sum(x[None], place, memory, x.dtype, "all_reduce")
 
 
@@ -47,6 +51,8 @@ def join_parts(parts: Tensor, place: Tensor, memory: Tensor, size: int, dtype: s
     rounded = getattr(torch, dtype, None)
     if rounded not in DTYPES:
         raise ValueError(f"join_parts: dtype must be float32, bfloat16 or float16, got {dtype}")
+    if not memory.numel():
+        return carried_sum(tree_of(parts.unbind()), size, rounded, tree_of)
     return _sum(parts, place, memory, rounded, "join_parts")
 
 
@@ -60,6 +66,8 @@ def all_gather(x: Tensor, place: Tensor, memory: Tensor, size: int) -> Tensor:
     out = x.new_empty(x.shape[0], size * x.shape[1])
     if not x.numel():
         return out
+    if not memory.numel():
+        return carried_join(x, size)
     integer, slot = _INTEGERS[x.itemsize], _slot_of(memory)
     block = _BLOCK_BYTES // x.itemsize
     programs, run = _shares(x.numel(), block, "all_gather")
@@ -137,8 +145,10 @@ def _size_of(place: Tensor, memory: Tensor, x: Tensor, op: str) -> int:
     if size > 1:
         check_contiguous(op, "memory", memory, [memory.numel()], x.device, torch.uint8)
         least = bytes_on_gpu(_LEAST_SLOT)
-        if memory.numel() < least:
-            raise ValueError(f"{op}: memory must have at least {least} bytes, got {memory.numel()}")
+        if 0 < memory.numel() < least:
+            raise ValueError(
+                f"{op}: memory must have at least {least} bytes, or none where NCCL carries, got {memory.numel()}"
+            )
     return size
 
 

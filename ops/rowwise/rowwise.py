@@ -230,6 +230,11 @@ def _log_sum_exp_of_ranks_reference(own: Tensor, place: Tensor, memory: Tensor, 
     return reference.log_sum_exp_reference(logits[:, :vocab_size])
 
 
+def _log_sum_exp_of_ranks_on_gpu(own: Tensor, place: Tensor, memory: Tensor, vocab_size: int) -> tuple:
+    logits = _OPS.all_gather(own.contiguous(), place, memory, place.numel() - 1)
+    return _OPS.log_sum_exp(logits[:, :vocab_size].contiguous())
+
+
 def _half_of_first(gate_up: Tensor, *args: Any) -> Tensor:
     return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
 
@@ -291,4 +296,5 @@ define_op(
     reference=_log_sum_exp_of_ranks_reference,
     fake=lambda own, place, memory, vocab_size: _fake_log_sum_exp(own),
     cpu="rowwise_cpu",
+    gpu=_log_sum_exp_of_ranks_on_gpu,
 )

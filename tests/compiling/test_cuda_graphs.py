@@ -309,7 +309,7 @@ def test_programmatic_launches_need_a_gpu_that_has_them(events: list[str], monke
     for capability in ((9, 0), (10, 0), (8, 9)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         pools = [graph_pool(mode, gpu) for mode in ("auto", "manual", "pinned")]
-        beside_fetches = graph_pool("auto", gpu, fetches=True)
+        beside_fetches = graph_pool("auto", gpu, in_order=True)
         assert beside_fetches is not None
         assert not beside_fetches.programmatic
         assert [pool is not None and pool.programmatic for pool in pools] == [capability >= (9, 0), False, False]
