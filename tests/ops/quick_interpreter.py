@@ -1,4 +1,4 @@
-"""Triton's interpreter in a third of its time, for processes that do nothing but interpret.
+"""Triton's interpreter in about half of its time, for processes that do nothing but interpret.
 
 Most of its time goes into types: each operation makes that of its result anew, with a tuple of constants for its shape.
 Here what it makes of a shape is kept, since there are few of them. What is computed and refused stays as it is.
