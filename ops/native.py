@@ -231,8 +231,15 @@ def _level() -> int | None:
     if asked not in sets:
         allowed = " or ".join(filter(None, (", ".join(sets[:0:-1]), sets[0])))
         raise ValueError(f"COMPILED_LLM_ISA must be {allowed}, given {asked!r}")
+    best = _best_level(compiler(), kernel_directory())
+    return None if best is None else min(best, sets.index(asked))
+
+
+@functools.cache
+def _best_level(found: str | None, directory: Path) -> int | None:
+    """That the CPU has. ``found``, ``directory``: where ``open_library`` finds what asks the CPU; looked up once."""
     features = open_library(features_library())
-    return None if features is None else min(features.best_level(), sets.index(asked))
+    return None if features is None else features.best_level()
 
 
 # -- Memory

@@ -23,7 +23,9 @@ def make_directory(path: Path) -> None:
             directory.mkdir(mode=0o700, exist_ok=True)
 
 
-def check_trusted(path: Path, variable: str = "COMPILED_LLM_CACHE", refusal: str = "code is not loaded") -> None:
+def check_trusted(
+    path: Path, variable: str = "COMPILED_LLM_CACHE", refusal: str = "code is not loaded", below: bool = True
+) -> None:
     """Refuse a file or directory if others could have put code there, which this process would run.
 
     Each directory on the way must belong to this user, to root or to the owner of ``/``, and nobody else may write to
@@ -35,12 +37,14 @@ def check_trusted(path: Path, variable: str = "COMPILED_LLM_CACHE", refusal: str
         path: exists.
         variable: the environment variable or argument that names another place, for the message.
         refusal: how the message begins: what is not done with the place.
+        below: also what is in a directory. A file that is read alone is checked by its own path, however many lie
+            beside it.
 
     Raises:
         ValueError: others could have. The message names the place, what is wrong, and the remedy.
         OSError: ``path`` cannot be looked at.
     """
-    _Check(path, variable, refusal).run()
+    _Check(path, variable, refusal, below).run()
 
 
 def check_trusted_directory(path: Path, what: str, name: str) -> None:
@@ -53,8 +57,8 @@ def check_trusted_directory(path: Path, what: str, name: str) -> None:
 
 
 class _Check:
-    def __init__(self, path: Path, variable: str, refusal: str) -> None:
-        self._path, self._variable, self._refusal = path, variable, refusal
+    def __init__(self, path: Path, variable: str, refusal: str, below: bool = False) -> None:
+        self._path, self._variable, self._refusal, self._below = path, variable, refusal, below
         self._owners = {os.geteuid(), 0, os.stat("/").st_uid}  # in a user namespace root's number is another one
         self._seen: set[tuple[int, int]] = set()
 
@@ -84,7 +88,7 @@ class _Check:
             if not stat.S_ISDIR(status.st_mode) and not stat.S_ISREG(status.st_mode):
                 self._refuse(f"{place} is neither a file nor a directory")
             self._check_mode(status, place, f"chmod -R go-w {place}")
-            if stat.S_ISDIR(status.st_mode):
+            if self._below and stat.S_ISDIR(status.st_mode):
                 self._check_below(descriptor, place)
         finally:
             os.close(descriptor)

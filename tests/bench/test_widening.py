@@ -38,7 +38,8 @@ def _served(
     model: Path, temperatures: tuple[float, float], drafting: dict[str, Any] | None = None
 ) -> tuple[list[Any], Any]:
     """Tokens and log-probabilities of two edits of code, and the engine's counts."""
-    config: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "bucket_sizes": (2,), "num_kv_blocks": 64}
+    config: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "num_kv_blocks": 64}
+    config |= {"bucket_sizes": (2,), "token_bucket_sizes": (64,)}
     with CompiledEngine(str(model), speculative_config=drafting, **config) as engine:
         params = [SamplingParams(temperature=one, max_tokens=24, seed=1, logprobs=0) for one in temperatures]
         outputs = [one.outputs[0] for one in engine.generate(edit_prompts(2), params, use_tqdm=False)]

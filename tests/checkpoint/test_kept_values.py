@@ -87,7 +87,13 @@ def test_an_error_is_raised_each_time(file: Path, tmp_path: Path) -> None:
 def test_others_may_not_write_there(file: Path, cache: Path) -> None:
     kept("config", [file], lambda: "first")
     cache.chmod(0o777)
-    with pytest.raises(ValueError, match=r"others than its owner may write to .*models \(mode 777\)"):
+    for name in ("config", "another"):  # which is read, and would be written
+        with pytest.raises(ValueError, match=r"others than its owner may write to .*models \(mode 777\)"):
+            kept(name, [file], lambda: "second")
+    cache.chmod(0o700)
+    (entry,) = entries(cache)
+    entry.chmod(0o622)
+    with pytest.raises(ValueError, match=r"others than its owner may write to .*\.kept \(mode 622\)"):
         kept("config", [file], unexpected)
 
 

@@ -76,9 +76,9 @@ def run(path: Path, directory: Path, expensive: bool) -> None:
         if is_expensive(statement) and not expensive:
             parse_command(words_of(statement))
             continue
-        words = shlex.split(statement)
-        if path.name != "README.md" and words[0] == "compiled-llm" and not re.search("[|<>$]", statement):
-            run_here(words[1:], directory)
+        words = list(shlex.shlex(statement, posix=True, punctuation_chars="|<>$"))
+        if path.name != "README.md" and statement.startswith("compiled-llm ") and not {*"|<>$"} & {*words}:
+            run_here(shlex.split(statement)[1:], directory)
             continue
         command = ["bash", "-euo", "pipefail", "-c", statement]
         done = subprocess.run(

@@ -235,7 +235,9 @@ def test_a_cpu_and_models_without_such_layers_refuse_it(on_cpu: None, monkeypatc
     with pytest.raises(ValueError, match="cpu_offload_gb must be 0 for Olmo2ForCausalLM, whose layers do not begin"):
         CompiledEngine(str(checkpoint("olmo2")), enforce_eager=True, cpu_offload_gb=1e-6, **SIZES)
     with pytest.raises(ValueError, match=r"cpu_offload_gb must be 0 for .*, which runs through transformers'"):
-        CompiledEngine(model_impl="transformers", enforce_eager=True, cpu_offload_gb=SOME, **SIZES)
+        CompiledEngine(
+            str(checkpoint("llama")), model_impl="transformers", enforce_eager=True, cpu_offload_gb=SOME, **SIZES
+        )
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"cpu_offload_gb must be 0 on cpu .*weights_path maps more"):
         CompiledEngine(enforce_eager=True, cpu_offload_gb=SOME, **SIZES)

@@ -20,6 +20,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from tests.drawn import marked
+from tests.ops.quick_interpreter import make_quick
 
 Cases = Mapping[str, Callable[[], object]]
 
@@ -51,24 +52,6 @@ def sums_without_an_order() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
-def language_put_in_place_once() -> None:
-    """Have the interpreter put its own functions in the place of Triton's language once for each module.
-
-    It would do so at each launch and at each call of a function, which takes a third of the time. Nothing in this
-    process needs the language as it was.
-    """
-    put_in_place = interpreter._patch_lang
-    modules: set[str] = set()
-
-    def once(function: Callable) -> interpreter._LangPatchScope:
-        if function.__module__ not in modules:
-            modules.add(function.__module__)
-            put_in_place(function)
-        return interpreter._LangPatchScope()  # nothing to take back
-
-    interpreter._patch_lang = once
-
-
 def outcome(case: Callable[[], object]) -> str:
     """The traceback of a case; "" for none."""
     torch.manual_seed(0)
@@ -82,7 +65,7 @@ def outcome(case: Callable[[], object]) -> str:
 def outcomes_of(module: str, names: list[str]) -> dict[str, str]:
     torch.set_num_threads(1)
     sums_without_an_order()
-    language_put_in_place_once()
+    make_quick()
     cases: Cases = importlib.import_module(module).INTERPRETED
     return {name: outcome(cases[name]) for name in names}
 

@@ -45,6 +45,14 @@ def test_what_others_may_write_to_is_refused(place: str, mode: int, cache: Path)
         check_trusted(cache)
 
 
+def test_what_lies_in_a_directory_is_left_out_where_nothing_of_it_is_read(cache: Path) -> None:
+    (cache / "kernels").chmod(0o777)
+    check_trusted(cache, below=False)
+    cache.chmod(0o777)
+    with pytest.raises(ValueError, match=r"may write to .*cache \(mode 777\)"):
+        check_trusted(cache, below=False)
+
+
 def test_a_sticky_directory_is_only_trusted_on_the_way(cache: Path) -> None:
     cache.chmod(0o1777)
     with pytest.raises(ValueError, match=r"may write to .*cache \(mode 1777\)"):
