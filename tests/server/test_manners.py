@@ -301,7 +301,7 @@ def test_starts_that_take_long_and_fail_come_to_an_end(
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(run, "_PAUSE_SECONDS", 0, raising=False)
+    monkeypatch.setattr(run, "_PAUSE_SECONDS", 0)
     server, client = run.Server.__new__(run.Server), _FailingStarts(clock)
     server._program, server._client = "test", client
     server._service = server._settings = SimpleNamespace(is_draining=False, restart_engine=True)
