@@ -80,9 +80,9 @@ def _own_code() -> bytes:
 
 
 def _read(path: Path) -> tuple | None:
-    with contextlib.suppress(FileNotFoundError):
-        check_trusted(path)
     try:
+        check_trusted(path.parent, below=False)  # which may not be sticky, as directories on the way may
+        check_trusted(path)
         digest, _, content = path.read_bytes().partition(b"\n")
     except OSError:
         return None

@@ -102,7 +102,11 @@ class EngineClient:
         assert self._frames is not None
         self._frames.close()
         self.started, self.ended, self.num_running, self.num_waiting = None, None, 0, 0
-        await self.start()
+        try:
+            await self.start()
+        except OSError as error:  # the system grants no process, or no memory or descriptor for it
+            self.ended = f"{self._name} cannot be started: {error}"
+            raise RuntimeError(self.ended) from error
         return await self.ready()
 
     async def _connect(self, own: socket.socket) -> None:
@@ -236,8 +240,11 @@ class EngineClient:
         self._frames.write(encode(message))
 
     async def _how_it_ended(self) -> str:
-        name = "the engine's process" if self.place.number_of == 1 else f"the process of engine {self.place.number}"
-        return f"{name} has ended: {described_end(await asyncio.to_thread(self._wait))}"
+        return f"{self._name} has ended: {described_end(await asyncio.to_thread(self._wait))}"
+
+    @property
+    def _name(self) -> str:
+        return "the engine's process" if self.place.number_of == 1 else f"the process of engine {self.place.number}"
 
     def _take(self, content: bytearray) -> None:
         """A message came."""

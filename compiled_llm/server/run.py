@@ -30,6 +30,7 @@ _BACKLOG = 2048
 _OTHER_DESCRIPTORS = 64  # that the server needs besides those of connections
 _LAST_SECONDS = 5.0  # for streams to say that the server has ended, after the seconds for draining
 _MOST_RESTARTS, _RESTARTS_SECONDS = 5, 600.0
+_PAUSE_SECONDS = 1.0  # behind a start that failed, which may have taken no time
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -158,13 +159,12 @@ class Server:
         error = str(client.ended)
         while True:
             self._say(f"error: {error}")
-            now = time.monotonic()
-            restarts = [moment for moment in restarts if moment > now - _RESTARTS_SECONDS]
             if self._service.is_draining or not self._settings.restart_engine:
                 return
+            now = time.monotonic()
             if len(restarts) == _MOST_RESTARTS:
                 self._say(f"error: {self._name_of(client)} has ended {_MOST_RESTARTS + 1} times within "
-                          f"{_RESTARTS_SECONDS:g} s")  # fmt: skip
+                          f"{max(_RESTARTS_SECONDS, now - restarts[0]):.0f} s")  # fmt: skip
                 return
             restarts.append(now)
             self._say(f"starts {self._name_of(client)} again")
@@ -175,10 +175,12 @@ class Server:
                 return
             except RuntimeError as failure:  # it was killed as it started, say, or lacked memory for a moment
                 error = str(failure)
-                continue
+                await asyncio.sleep(_PAUSE_SECONDS)
+                continue  # a start that fails counts, however long it took
             self._say(f"{self._name_of(client)} serves again")
             await client.wait_ended()
             error = str(client.ended)
+            restarts = [moment for moment in restarts if moment > time.monotonic() - _RESTARTS_SECONDS]
 
     def _name_of(self, client: EngineClient) -> str:
         return "the engine" if len(self._client.clients) == 1 else f"engine {client.place.number}"

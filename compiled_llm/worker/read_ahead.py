@@ -72,8 +72,8 @@ class Plan(NamedTuple):
     def of(cls, layers: Sequence[Layer], budget: int, block: int = BLOCK_BYTES) -> "Plan":
         """For ``budget`` bytes of memory. What passes is whole blocks of the file: others share theirs.
 
-        The layer in use and the next are to have room in what is read ahead. More than that serves nothing, and is
-        read for each step in the place of what could stay.
+        The layer in use and the next, or as much of the head, are to have room in what is read ahead. More than that
+        serves nothing, and is read for each step in the place of what could stay.
         """
         whole = [layer for role in ("layer", "head") for layer in layers if layer.role == role]
         cuts = [
@@ -85,9 +85,10 @@ class Plan(NamedTuple):
         in_part = sum(layer.nbytes for layer in layers) - size
         room = budget if size + in_part <= budget else max(budget - in_part, budget // 2)
         may_pass = max(1, sum(nbytes for *_, nbytes in cuts if nbytes == block))
-        largest = max((layer.nbytes for layer in whole if layer.role == "layer"), default=0)
-        two_layers = int(2 * largest * min(1.0, (size - room) / may_pass))
-        ahead = 0 if size <= room else max(block, min(room // 4, max(_LEAST_AHEAD, two_layers)))
+        in_use = [(_PARTS_USED + 2) / _HEAD_PARTS if layer.role == "head" else 2 for layer in whole]
+        largest = max((layer.nbytes * parts for layer, parts in zip(whole, in_use, strict=True)), default=0)
+        two_parts = int(largest * min(1.0, (size - room) / may_pass))
+        ahead = 0 if size <= room else max(block, min(room // 4, max(_LEAST_AHEAD, two_parts)))
         share = min(1.0, (size - room + ahead) / may_pass) if ahead else 0.0
         pieces, owed, part, before = list[Piece](), 0.0, -1, (-1, 0)
         for number, start, nbytes in cuts:
@@ -125,7 +126,7 @@ class ReadAhead:
         self.disk_bytes_per_second = self._disk_rate() if self.plan.ahead_bytes else 0.0
         self._in_step, self._closed = threading.Event(), threading.Event()
         self._in_step.set()  # until steps are told
-        self._lock = threading.Lock()  # of the numbers below
+        self._moved = threading.Condition()  # a step has come further. Its lock is that of the numbers below
         # Pieces, counted on from one step to the next: the first that a step may still need, the next to be read.
         self._first = self._next = 0
         self._passing_before = [0, *itertools.accumulate(piece.nbytes * piece.passes for piece in self.plan.pieces)]
@@ -137,7 +138,8 @@ class ReadAhead:
         self._parts = list(passing.values())
         heads = [number for number, layer in enumerate(self.plan.layers) if layer.role == "head"]
         self._num_head_parts = sum(self.plan.pieces[places[0]].layer in heads for places in self._parts)
-        self._at = 0  # of these parts, counted on likewise: where a step was last seen
+        # Of these parts, counted on likewise: where a step was last seen, and the first that its threads may still use.
+        self._at = self._used = 0
         works = [self._read_on] * _READERS + [self._follow] * bool(self._parts)
         self._threads = [threading.Thread(target=work, name="read-weights-ahead", daemon=True) for work in works]
         for thread in self._threads:
@@ -147,6 +149,8 @@ class ReadAhead:
         """End the threads."""
         self._closed.set()
         self._in_step.set()
+        with self._moved:
+            self._moved.notify_all()
         for thread in self._threads:
             thread.join()
         self._read_memory.close()
@@ -173,15 +177,15 @@ class ReadAhead:
     def _read_on(self) -> None:
         """Of each reader: piece by piece, as soon as there is room."""
         pieces = self.plan.pieces
-        while not self._closed.is_set() and (self._parts or self._next < len(pieces)):  # if all stay, once round
-            with self._lock:
+        while self._parts or self._next < len(pieces):  # if all stay, once round
+            with self._moved:
+                while not self._closed.is_set() and not self._has_room(pieces[self._next % len(pieces)]):
+                    self._moved.wait()
+                if self._closed.is_set():
+                    return
                 piece = pieces[self._next % len(pieces)]
-                has_room = self._has_room(piece)
-                self._next += has_room
-            if not has_room:
-                time.sleep(_POLL_SECONDS)
-                self._in_step.wait()
-            elif not _resident(self.weights.address + piece.offset, _PAGE):
+                self._next += 1
+            if not _resident(self.weights.address + piece.offset, _PAGE):
                 self._read(piece)
 
     def _follow(self) -> None:
@@ -189,8 +193,9 @@ class ReadAhead:
         with open("/proc/self/pagemap", "rb", buffering=0) as page_table:
             while not self._closed.is_set():
                 if (at := self._seen(page_table.fileno())) is not None:
-                    with self._lock:
+                    with self._moved:
                         behind = self._come_to(at)
+                        self._moved.notify_all()
                     self._drop(behind)
                 else:
                     time.sleep(_POLL_SECONDS)
@@ -216,32 +221,36 @@ class ReadAhead:
     def _disk_rate(self) -> float:
         """Bytes a second of blocks that are not in memory, and are dropped again."""
         end = self.weights.nbytes - BLOCK_BYTES
-        absent = [
-            Piece(0, 0, offset, BLOCK_BYTES, passes=True)
-            for offset in range(0, end, BLOCK_BYTES)
-            if not _resident(self.weights.address + offset, _PAGE)
-        ]
+        absent = iter(
+            [
+                Piece(0, 0, offset, BLOCK_BYTES, passes=True)
+                for offset in range(0, end, BLOCK_BYTES)
+                if not _resident(self.weights.address + offset, _PAGE)
+            ]
+        )
         started = time.perf_counter()
 
-        def read(piece: Piece) -> int:
-            if time.perf_counter() - started > _MEASURED:
-                return 0
-            self._read(piece)
-            os.posix_fadvise(self.weights.descriptor, piece.offset, piece.nbytes, os.POSIX_FADV_DONTNEED)
-            return piece.nbytes
+        def read(_: int) -> int:
+            count = 0
+            while time.perf_counter() - started < _MEASURED and (piece := next(absent, None)) is not None:
+                self._read(piece)
+                os.posix_fadvise(self.weights.descriptor, piece.offset, piece.nbytes, os.POSIX_FADV_DONTNEED)
+                count += piece.nbytes
+            return count
 
         with ThreadPoolExecutor(_READERS) as pool:
-            count = sum(pool.map(read, absent))
+            count = sum(pool.map(read, range(_READERS)))
         return count / (time.perf_counter() - started)
 
     def _seen(self, page_table: int) -> int | None:
         """The next part that a step has come to since it was last seen; None: it is still there."""
         count, after = len(self._parts), self._at + 1
-        ahead = range(after, after + min(_PARTS_SEEN, count - 1))
+        most = self._used + count  # a part in use is no place of the next step, however few there are
+        ahead = range(after, min(after + _PARTS_SEEN, most))
         turn, last = divmod(after + len(ahead) - 1, count)
         begin = (turn + 1) * count
         leaves_out = last >= count - self._num_head_parts  # the head, as a step without sampled tokens does
-        for number in (*ahead, *range(begin, begin + _PARTS_SEEN * leaves_out)):
+        for number in (*ahead, *range(begin, min(begin + _PARTS_SEEN * leaves_out, most))):
             _, places = self._part(number)
             if any(self._is_touched(page_table, self.plan.pieces[place]) for place in places):
                 return number
@@ -252,17 +261,18 @@ class ReadAhead:
         pieces, (turn, places) = self.plan.pieces, self._part(at)
         layer = pieces[places[0]].layer
         # Other threads may still be in parts of this layer before.
-        in_use = (self._part(number) for number in range(at - _PARTS_USED, at + 1))
-        begin = next(
-            turn * len(pieces) + used[0] for of, used in in_use if (of, pieces[used[0]].layer) == (turn, layer)
-        )
+        for used in range(at - _PARTS_USED, at + 1):
+            of, (first, *_) = self._part(used)
+            if (of, pieces[first].layer) == (turn, layer):
+                break
+        begin = turn * len(pieces) + first
         # What a step reads for itself comes back after it was dropped. Touched, it would be taken for a place that the
         # next step has come to: so when one begins, all is dropped that is not read ahead for it, nor soon used.
         is_new = turn > self._part(self._at)[0]
         soon_turn, soon = self._part(at + 2 * _PARTS_SEEN)
-        used = max(self._next, soon_turn * len(pieces) + soon[0])
-        behind = range(min(self._first, used - len(pieces)) if is_new else self._first, begin)
-        self._at, self._first = at, begin
+        needed = max(self._next, soon_turn * len(pieces) + soon[0])
+        behind = range(min(self._first, needed - len(pieces)) if is_new else self._first, begin)
+        self._at, self._used, self._first = at, used, begin
         if self._next <= turn * len(pieces) + places[0]:
             # The step is faster: it reads this part, and the next one is read for it.
             turn, places = self._part(at + 1)
@@ -272,7 +282,7 @@ class ReadAhead:
     def _drop(self, numbers: range) -> None:
         for number in numbers:
             piece = self.plan.pieces[number % len(self.plan.pieces)]
-            if piece.passes and _resident(self.weights.address + piece.offset, _PAGE):
+            if piece.passes and _resident(self._seen_at(piece), _PAGE):
                 self.weights.memory.madvise(mmap.MADV_DONTNEED, piece.offset, piece.nbytes)
                 os.posix_fadvise(self.weights.descriptor, piece.offset, piece.nbytes, os.POSIX_FADV_DONTNEED)
 
@@ -282,9 +292,12 @@ class ReadAhead:
         return turn, self._parts[part]
 
     def _is_touched(self, page_table: int, piece: Piece) -> bool:
-        address = self.weights.address + piece.offset + piece.nbytes // 2
-        entry = os.pread(page_table, 8, address // _PAGE * 8)
+        entry = os.pread(page_table, 8, self._seen_at(piece) // _PAGE * 8)
         return bool(entry) and entry[-1] & 0x80 != 0  # present
+
+    def _seen_at(self, piece: Piece) -> int:
+        """The address of which is asked: the kernel may have dropped a part of a piece, and the rest be touched."""
+        return self.weights.address + piece.offset + piece.nbytes // 2
 
 
 @functools.cache

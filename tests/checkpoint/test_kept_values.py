@@ -86,10 +86,11 @@ def test_an_error_is_raised_each_time(file: Path, tmp_path: Path) -> None:
 
 def test_others_may_not_write_there(file: Path, cache: Path) -> None:
     kept("config", [file], lambda: "first")
-    cache.chmod(0o777)
-    for name in ("config", "another"):  # which is read, and would be written
-        with pytest.raises(ValueError, match=r"others than its owner may write to .*models \(mode 777\)"):
-            kept(name, [file], lambda: "second")
+    for mode in (0o777, 0o1777):  # of a sticky one others may not replace an entry, but make it before it is read
+        cache.chmod(mode)
+        for name in ("config", "another"):  # which is read, and is not there
+            with pytest.raises(ValueError, match=rf"others than its owner may write to .*models \(mode {mode:o}\)"):
+                kept(name, [file], unexpected)
     cache.chmod(0o700)
     (entry,) = entries(cache)
     entry.chmod(0o622)

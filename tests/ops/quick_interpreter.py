@@ -52,7 +52,7 @@ def _keep_shapes_of_blocks() -> None:
 
     def init(self: Any, element_ty: Any, shape: Any) -> None:
         key = tuple([size.value if isinstance(size, core.constexpr) else size for size in shape])
-        if key not in kept:
+        if key not in kept or not all(type(size) is int for size in key):  # 2.0 is found as 2, and is to be refused
             make(self, element_ty, shape)
             kept[key] = {name: value for name, value in vars(self).items() if name not in ("element_ty", "name")}
         self.__dict__.update(kept[key])

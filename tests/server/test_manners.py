@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -20,7 +21,7 @@ from compiled_llm.server import run
 from compiled_llm.server.engine_client import EngineClient
 from compiled_llm.server.replicas import Replicas
 from compiled_llm.server.service import Service
-from tests.server.conftest import BrokenEngineError, Running, running_with
+from tests.server.conftest import BrokenEngineError, Running, ThreadClient, running_with
 
 LONG: Any = {"prompt": "import os", "max_tokens": 500, "ignore_eos": True, "temperature": 0}
 
@@ -242,6 +243,7 @@ def test_an_engine_that_ends_is_started_again_but_not_for_ever(
         return step(self)
 
     monkeypatch.setattr(run, "_MOST_RESTARTS", 2)
+    monkeypatch.setattr(run, "_PAUSE_SECONDS", 0)
     monkeypatch.setattr(Replicas, "restart", failing_at_first)
     monkeypatch.setattr(CompiledEngine, "step", breaking)
     body = {"prompt": "import os", "max_tokens": 4, "temperature": 0}
@@ -258,6 +260,54 @@ def test_an_engine_that_ends_is_started_again_but_not_for_ever(
         failures.extend((True, True))
         assert running.http.post("/v1/completions", json=LONG).status_code == 503
         assert running.ended() == 1
+
+
+def test_an_engine_starts_again_where_the_system_grants_no_process_at_first(
+    engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, refusals = ThreadClient.start, [BlockingIOError(11, "Resource temporarily unavailable")]
+
+    async def refused_at_first(self: ThreadClient) -> None:
+        if refusals:
+            raise refusals.pop()
+        await start(self)
+
+    monkeypatch.setattr(run, "_PAUSE_SECONDS", 0.2)
+    with running_with(engine, restart_engine=True) as running:
+        monkeypatch.setattr(ThreadClient, "start", refused_at_first)
+        running.client.clients[0]._theirs.shutdown(socket.SHUT_RDWR)
+        until(lambda: "cannot be started: [Errno 11]" in running.http.get("/health").text)
+        until(lambda: running.http.get("/ready").status_code == 200)
+
+
+class _FailingStarts:
+    """A client of engines whose starts fail, each after 200 seconds of ``clock``."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clients, self.ended, self.num_starts, self._clock = [self], "it was killed", 0, clock
+
+    async def wait_ended(self) -> None:
+        pass
+
+    async def restart(self, client: Any) -> None:
+        self.num_starts += 1
+        assert self.num_starts < 20, "it is started for ever"
+        self._clock[0] += 200
+        raise RuntimeError("out of memory")
+
+
+def test_starts_that_take_long_and_fail_come_to_an_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(run, "_PAUSE_SECONDS", 0)
+    server, client = run.Server.__new__(run.Server), _FailingStarts(clock)
+    server._program, server._client = "test", client
+    server._service = server._settings = SimpleNamespace(is_draining=False, restart_engine=True)
+    asyncio.run(server._keep(client))
+    assert client.num_starts == 5
+    assert "the engine has ended 6 times within 1000 s" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

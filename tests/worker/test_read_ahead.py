@@ -44,6 +44,17 @@ def test_the_head_is_read_last_and_parts_of_blocks_stay() -> None:
     assert [piece.passes for piece in plan.pieces] == [True] * 4 + [False]
 
 
+def test_the_head_has_room_for_what_is_used_of_it() -> None:
+    """One that is large beside the layers: four of its parts are in use, and others are read meanwhile."""
+    head = Layer("head", "head", 40 * BLOCK * 10, 400 * BLOCK, "", ())
+    plan = Plan.of([*layers([10 * BLOCK] * 40), head], 500 * BLOCK)
+    of_head = [piece for piece in plan.pieces if piece.layer == 40]
+    first = of_head[0].part
+    for begin in range(first, first + 13):
+        passing = [piece.nbytes for piece in of_head if piece.passes and begin <= piece.part < begin + 4]
+        assert sum(passing) + BLOCK < plan.ahead_bytes <= 500 * BLOCK // 4
+
+
 def test_experts_and_tables_are_read_as_they_are_used() -> None:
     of_experts = layers([100] * 4, "experts")
     plan = Plan.of([*of_experts, Layer("0", "layer", 400, 50, "", ()), Layer("t", "table", 450, 50, "", ())], 110, 1)
@@ -137,14 +148,71 @@ def test_a_step_without_the_head(tmp_path: Path) -> None:
     passing = [piece for piece in reader.plan.pieces if piece.passes]
     assert reader._num_head_parts == 16
     try:
-        for _ in range(3):
+        for turn in range(3):
             with reader.step():
                 for layer in (0, 1):
                     for piece in passing:
                         if piece.layer == layer:
                             weights.memory[piece.offset + piece.nbytes // 2]
-                    wait_for(lambda layer=layer: reader._at % len(reader._parts) == layer)
+                    at = turn * len(reader._parts) + layer
+                    wait_for(lambda at=at: reader._at == at)
                     time.sleep(0.02)  # other layers follow, and what is behind is dropped meanwhile
+                    assert reader._at == at, "a part in use is none of the next step"
+    finally:
+        reader.close()
+
+
+def test_what_the_kernel_has_dropped_in_part_is_dropped(weights: KeptWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it is taken for a place of each step that follows."""
+    resident = read_ahead._resident
+
+    def without_first_pages(address: int, size: int) -> int:
+        return resident(address, size) if (address - weights.address) % BLOCK else 0
+
+    monkeypatch.setattr(read_ahead, "_resident", without_first_pages)
+    reader = ReadAhead(weights, LAYERS * BLOCKS * BLOCK // 2)
+    try:
+        with reader.step():
+            for layer, places in enumerate(reader._parts):
+                for place in places:
+                    weights.memory[reader.plan.pieces[place].offset + BLOCK // 2]
+                wait_for(lambda layer=layer: reader._at == layer)
+            time.sleep(0.05)
+            assert reader._at == LAYERS - 1
+    finally:
+        reader.close()
+
+
+def test_what_the_disk_gives_does_not_depend_on_the_size(weights: KeptWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that the time does not suffice for cost none."""
+    monkeypatch.setattr(read_ahead, "_MEASURED", 0.05)
+    monkeypatch.setattr(read_ahead, "_resident", lambda *_: 0)
+    monkeypatch.setattr(ReadAhead, "_read", lambda *_: time.sleep(0.01))
+    reader = ReadAhead(weights, weights.nbytes)
+    reader.close()
+    reader.weights.nbytes = 2**17 * BLOCK
+    started = time.perf_counter()
+    rate = reader._disk_rate()
+    assert rate > BLOCK / 0.01, f"{time.perf_counter() - started:.2f} s"
+
+
+def test_readers_without_room_wait(weights: KeptWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not ask again and again while a step computes."""
+    has_room, num_asked = ReadAhead._has_room, [0]
+
+    def asked(self: ReadAhead, piece: read_ahead.Piece) -> bool:
+        num_asked[0] += 1
+        return has_room(self, piece)
+
+    monkeypatch.setattr(ReadAhead, "_has_room", asked)
+    reader = ReadAhead(weights, LAYERS * BLOCKS * BLOCK // 2)
+    try:
+        with reader.step():
+            wait_for(lambda: reader._next > 0)
+            time.sleep(0.05)
+            before = num_asked[0]
+            time.sleep(0.05)
+            assert num_asked[0] == before
     finally:
         reader.close()
 
