@@ -39,7 +39,7 @@ from compiled_llm.ops import RankGroup, native
 from compiled_llm.ops.parallel.reductions import least
 from compiled_llm.ops.torch_private import mark_static_address
 from compiled_llm.ops.torch_settings import own_settings
-from compiled_llm.scheduling.worker import WorkerFacts
+from compiled_llm.scheduling.worker import WorkerFacts, WorkerFailedError
 from compiled_llm.step.drafting import num_draft_layers
 from compiled_llm.step.kv_cache import allocate, layer_dtypes, num_tensors, short_windows
 from compiled_llm.step.logits_transforms import load_transforms
@@ -229,7 +229,9 @@ class StartedModel:
     # -- What it is and did
 
     def compile_report(self) -> CompileReport:
-        """What compiling each function gave."""
+        """What compiling each function gave. For between two steps: what is compiled by now takes its place."""
+        with contextlib.suppress(WorkerFailedError):  # which the next step raises
+            self.steps.change_over()
         return self.steps.report()
 
     def describe_start(self) -> str:
