@@ -35,7 +35,7 @@ from compiled_llm.ops.parallel.rank_group import bytes_for
 from compiled_llm.parallel.rank_processes import PIECE_BYTES
 from compiled_llm.system.numa import cores_of_ranks
 from compiled_llm.worker.device import resolve_device
-from compiled_llm.worker.rank_gpus import gpu_group, gpus_of_ranks
+from compiled_llm.worker.rank_gpus import gpu_group, gpus_of_ranks, seen_by_children
 from compiled_llm.worker.rank_start import Inherited, RankStart, begin_rank
 
 COLUMNS = 1024
@@ -132,7 +132,8 @@ def measure(args: argparse.Namespace) -> list[Row]:
             own, theirs = context.Pipe()
             arguments: Any = start, args, os.path.join(directory, "meeting"), theirs
             processes.append(context.Process(target=run_rank, args=arguments, daemon=True))
-            processes[-1].start()
+            with seen_by_children(start.gpu):
+                processes[-1].start()
             connections.append(own)
             theirs.close()
         os.close(descriptor)

@@ -440,7 +440,7 @@ class StartedModel:
             least(0, self.peers)  # all have loaded what they will, and none has a pool yet
             memory.after_compiling(run_largest, keeps_graphs=self.steps.uses_trees)
             self._record_on(asked := least(memory.num_blocks(), self.peers))
-            if (num_blocks := memory.blocks_after_recording(asked)) < asked:
+            if (num_blocks := least(memory.blocks_after_recording(asked), self.peers)) < asked:
                 self._record_on(num_blocks)
             self.swap_space.rehearse(self.steps.cache_groups())
         of_drafter = None

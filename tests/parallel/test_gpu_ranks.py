@@ -7,6 +7,7 @@ import json
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -25,8 +26,14 @@ from compiled_llm.parallel.rank_processes import RankProcesses
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.worker import WorkerFailedError
 from compiled_llm.worker import rank_gpus, started_model
-from compiled_llm.worker.memory import MemoryLedger, MemoryRow
-from compiled_llm.worker.rank_gpus import GpuOfRank, GpuProgress, check_ranks_on_gpus, gpus_of_ranks
+from compiled_llm.worker.memory import MemoryLedger, MemoryRow, StartMemory
+from compiled_llm.worker.rank_gpus import (
+    GpuOfRank,
+    GpuProgress,
+    check_ranks_on_gpus,
+    gpus_of_ranks,
+    seen_by_children,
+)
 from tests.parallel.gpu_stand_in import build, on_stand_ins
 from tests.parallel.test_rank_processes import assert_alike
 
@@ -112,6 +119,23 @@ def test_what_ranks_on_gpus_do_not_go_with(arguments: dict[str, Any], text: str)
     check_ranks_on_gpus(EngineConfig(tensor_parallel_size=2, device="cuda:0", num_kv_blocks=4))
 
 
+def test_what_processes_see_that_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's own process sees what it saw before."""
+    name, command = (
+        "CUDA_VISIBLE_DEVICES",
+        [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"],
+    )
+    for before in (None, "5,7"):
+        monkeypatch.delenv(name, raising=False)
+        if before is not None:
+            monkeypatch.setenv(name, before)
+        with seen_by_children(None):
+            assert os.environ.get(name) == before
+        with seen_by_children(GpuOfRank("1,0", (1, 0), shared=False)):
+            assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "1,0\n"
+        assert os.environ.get(name) == before
+
+
 # -- How far they have come
 
 
@@ -147,6 +171,24 @@ def test_memory_of_gpus_adds_up() -> None:
     both = MemoryLedger.of_ranks([one, one], 2)
     assert (both.total, both.bytes_of("weights"), both.bytes_of("free afterwards")) == (20, 6, 12)
     assert both.bytes_of("other programs and everything else") == 2
+
+
+def test_a_pool_has_the_blocks_for_which_all_ranks_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also once graphs are recorded on it: a rank that recorded again by itself would wait for the others."""
+    of_another: list[int] = []
+
+    def has_room_for_all(memory: StartMemory, asked: int) -> int:
+        of_another.append(5)
+        return asked
+
+    def least_of_both(value: int, group: RankGroup) -> int:
+        return min([value, *of_another])
+
+    monkeypatch.setattr(StartMemory, "blocks_after_recording", has_room_for_all)
+    monkeypatch.setattr(started_model, "least", least_of_both)
+    with CompiledEngine(device="cpu", **ARGUMENTS) as engine:
+        assert engine.runner.facts.num_blocks == 5
+        assert len(engine.generate("def f", SamplingParams(max_tokens=2), use_tqdm=False)) == 1
 
 
 # -- Whole engines
