@@ -15,13 +15,15 @@ that GPU, where processes take turns of milliseconds: what then is timed is most
 """
 
 import argparse
+import contextlib
 import functools
 import multiprocessing
 import os
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -116,10 +118,35 @@ def run_rank(start: RankStart, args: argparse.Namespace, meeting: str, results: 
     results.send(rows)
 
 
+def rows_of(connection: Connection, processes: Sequence[BaseProcess]) -> list[Row]:
+    """What rank 0 sends. ``RuntimeError`` where a rank fails, for which the others would wait."""
+    left = {process.sentinel: rank for rank, process in enumerate(processes)}
+    while left:
+        ready = wait([connection, *left])
+        if connection in ready:
+            with contextlib.suppress(EOFError):  # rank 0 has ended, which its sentinel says, too
+                return connection.recv()
+            ready = [processes[0].sentinel]
+        for sentinel in ready:
+            assert isinstance(sentinel, int)
+            process = processes[rank := left.pop(sentinel)]
+            process.join()
+            if process.exitcode:
+                for other in processes:
+                    other.kill()
+                    other.join()
+                raise RuntimeError(f"rank {rank} ended with exit code {process.exitcode}: its error is above")
+    raise AssertionError("rank 0 sends rows before it ends")
+
+
 def measure(args: argparse.Namespace) -> list[Row]:
-    """The rows of rank 0."""
+    """The rows of rank 0.
+
+    Raises:
+        ValueError: there are no such devices. RuntimeError: a rank fails.
+    """
     context = multiprocessing.get_context("spawn")
-    gpus = [] if args.device == "cpu" else gpus_of_ranks(args.device, args.ranks)
+    gpus = [] if resolve_device(args.device).type == "cpu" else gpus_of_ranks(args.device, args.ranks)
     descriptor, of_gpus = os.memfd_create("compiled-llm-bench"), os.memfd_create("compiled-llm-meeting")
     os.ftruncate(descriptor, bytes_for(args.ranks, PIECE_BYTES))
     native.load("parallel_cpu")
@@ -138,7 +165,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
             theirs.close()
         os.close(descriptor)
         os.close(of_gpus)
-        rows = connections[0].recv()
+        rows = rows_of(connections[0], processes)
         for process in processes:
             process.join()
     return rows

@@ -3,6 +3,7 @@
 That GPUs map each other's memory, keep the order of flags and record these sums in graphs, no test here shows.
 """
 
+import argparse
 import json
 import os
 import runpy
@@ -19,6 +20,7 @@ import torch
 
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.api.config import EngineConfig
+from compiled_llm.bench import all_reduce
 from compiled_llm.ops import RankGroup
 from compiled_llm.ops.parallel.rank_group import bytes_for, gpu_counts, meetings, note_gpu
 from compiled_llm.parallel import rank_processes
@@ -271,6 +273,24 @@ def test_a_rank_that_is_killed(library: Path, monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(WorkerFailedError, match="the process of rank 0 ended with exit code -9"):
             serve_all(engine)
     check_all_ended(before)
+
+
+@battery
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_benchmark_of_sums_in_which_a_rank_fails(library: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """The other one waits for it, and ends."""
+    on_stand_ins(monkeypatch, library, 2, STAND_IN_FAILS="cuMemAlloc_v2", STAND_IN_RANK=f"rank {rank}")
+    before = children()
+    args = argparse.Namespace(ranks=2, device="cuda", kib=(4,), dtype="bfloat16", rounds=1)
+    with pytest.raises(RuntimeError, match=f"rank {rank} ended with exit code 1: its error is above"):
+        all_reduce.measure(args)
+    check_all_ended(before)
+
+
+def test_a_benchmark_of_sums_on_a_gpu_that_is_not_there() -> None:
+    args = argparse.Namespace(ranks=2, device="cuda:5", kib=(4,), dtype="bfloat16", rounds=1)
+    with pytest.raises(ValueError, match="device='cuda:5' is not there"):
+        all_reduce.measure(args)
 
 
 def test_fewer_gpus_than_ranks(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
