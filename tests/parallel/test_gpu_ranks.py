@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -36,6 +37,7 @@ from compiled_llm.worker.rank_gpus import (
     gpus_of_ranks,
     seen_by_children,
 )
+from compiled_llm.worker.worker_process import Failure
 from tests.parallel.gpu_stand_in import build, on_stand_ins
 from tests.parallel.test_rank_processes import assert_alike
 
@@ -164,6 +166,22 @@ def test_progress_is_that_of_launches_and_flags(monkeypatch: pytest.MonkeyPatch)
     note_gpu(host, 0, 5, 6)
     assert gpu_counts(host, 2) == [11, 9]
     assert meetings(host, 2) == [0, 0]
+
+
+@pytest.mark.parametrize(("on_gpus", "texts", "ends"), [(True, "ab", True), (True, "aa", False), (False, "ab", False)])
+def test_after_errors_that_differ_gpus_may_wait_for_each_other(on_gpus: bool, texts: str, ends: bool) -> None:
+    """On CPUs it is known how often ranks have met."""
+    ranks = RankProcesses.__new__(RankProcesses)
+    ranks._failure, ranks._failed, ranks._idle_seconds = "", None, {}
+    ranks._memory, ranks.gpus = (
+        torch.zeros(bytes_for(2, 128), dtype=torch.uint8),
+        (GpuOfRank("0,1", (0, 1), shared=False),) * 2 * on_gpus,
+    )
+    failures = [Failure("OutOfMemoryError", text, "") for text in texts]
+    ranks.ranks = [Mock(result=lambda step, failure=failure: failure) for failure in failures]
+    with pytest.raises(WorkerFailedError if ends else RuntimeError, match="OutOfMemoryError: a") as raised:
+        ranks.collect(0)
+    assert isinstance(raised.value, WorkerFailedError) == ends == bool(ranks._failure)
 
 
 def test_memory_of_gpus_adds_up() -> None:
