@@ -166,7 +166,7 @@ class StartedModel:
         self.exact = exactness.described(exactness.obstacles(config, self.device, self.linears, model_config))
         memory = self._start_memory(config, draft)
         weights = self._load_weights(config, directory, progress, memory)
-        network = None if draft is None else draft.load(progress, weights, self.num_ranks)
+        network = None if draft is None else draft.load(progress, weights, self._sharing)
         memory.check()
         self.transforms = load_transforms(config.logits_transforms, model_config.vocab_size, self.device)
         num_windows = len(self.pool_sizes.windows)
