@@ -15,13 +15,15 @@ that GPU, where processes take turns of milliseconds: what then is timed is most
 """
 
 import argparse
+import contextlib
 import functools
 import multiprocessing
 import os
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ from compiled_llm.ops.parallel.rank_group import bytes_for
 from compiled_llm.parallel.rank_processes import PIECE_BYTES
 from compiled_llm.system.numa import cores_of_ranks
 from compiled_llm.worker.device import resolve_device
-from compiled_llm.worker.rank_gpus import gpu_group, gpus_of_ranks
+from compiled_llm.worker.rank_gpus import gpu_group, gpus_of_ranks, seen_by_children
 from compiled_llm.worker.rank_start import Inherited, RankStart, begin_rank
 
 COLUMNS = 1024
@@ -116,10 +118,35 @@ def run_rank(start: RankStart, args: argparse.Namespace, meeting: str, results: 
     results.send(rows)
 
 
+def rows_of(connection: Connection, processes: Sequence[BaseProcess]) -> list[Row]:
+    """What rank 0 sends. ``RuntimeError`` where a rank fails, for which the others would wait."""
+    left = {process.sentinel: rank for rank, process in enumerate(processes)}
+    while left:
+        ready = wait([connection, *left])
+        if connection in ready:
+            with contextlib.suppress(EOFError):  # rank 0 has ended, which its sentinel says, too
+                return connection.recv()
+            ready = [processes[0].sentinel]
+        for sentinel in ready:
+            assert isinstance(sentinel, int)
+            process = processes[rank := left.pop(sentinel)]
+            process.join()
+            if process.exitcode:
+                for other in processes:
+                    other.kill()
+                    other.join()
+                raise RuntimeError(f"rank {rank} ended with exit code {process.exitcode}: its error is above")
+    raise AssertionError("rank 0 sends rows before it ends")
+
+
 def measure(args: argparse.Namespace) -> list[Row]:
-    """The rows of rank 0."""
+    """The rows of rank 0.
+
+    Raises:
+        ValueError: there are no such devices. RuntimeError: a rank fails.
+    """
     context = multiprocessing.get_context("spawn")
-    gpus = [] if args.device == "cpu" else gpus_of_ranks(args.device, args.ranks)
+    gpus = [] if resolve_device(args.device).type == "cpu" else gpus_of_ranks(args.device, args.ranks)
     descriptor, of_gpus = os.memfd_create("compiled-llm-bench"), os.memfd_create("compiled-llm-meeting")
     os.ftruncate(descriptor, bytes_for(args.ranks, PIECE_BYTES))
     native.load("parallel_cpu")
@@ -132,12 +159,13 @@ def measure(args: argparse.Namespace) -> list[Row]:
             own, theirs = context.Pipe()
             arguments: Any = start, args, os.path.join(directory, "meeting"), theirs
             processes.append(context.Process(target=run_rank, args=arguments, daemon=True))
-            processes[-1].start()
+            with seen_by_children(start.gpu):
+                processes[-1].start()
             connections.append(own)
             theirs.close()
         os.close(descriptor)
         os.close(of_gpus)
-        rows = connections[0].recv()
+        rows = rows_of(connections[0], processes)
         for process in processes:
             process.join()
     return rows

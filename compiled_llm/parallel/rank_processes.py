@@ -230,7 +230,10 @@ class RankProcesses(Worker):
         if failed:
             failure = results[failed[0]]
             assert isinstance(failure, Failure)
-            if len(failed) < len(results) or len(set(self._pieces())) > 1:
+            alike = len(failed) == len(results) and len(set(self._pieces())) == 1
+            # How far GPUs had come is known too late: that of one may wait for another's, which never comes so far.
+            texts = {(one.kind, one.text) for one in results if isinstance(one, Failure)}
+            if not alike or (self.gpus and len(texts) > 1):
                 self._fail(failed[0], f"rank {failed[0]} failed: {failure.kind}: {failure.text}")
             self._failed = None
             raise failure.error()

@@ -112,10 +112,11 @@ def engine_options(arguments: Arguments, config: Mapping[str, Any]) -> dict[str,
     """Options of the deployment of engines. ``config``: of ``engine_config``."""
     replicas, server = arguments.replicas, arguments.server
     ranks = config["tensor_parallel_size"] * config["pipeline_parallel_size"]
-    needs = {"CPU": config["num_threads"]} if config["device"] == "cpu" else {"CPU": 1, "GPU": 1}
+    on_gpus = config["device"] != "cpu"
+    needs = {"CPU": 1, "GPU": ranks} if on_gpus else {"CPU": config["num_threads"]}
     actor = {f"num_{name.lower()}s": number for name, number in needs.items()}
     options: dict[str, Any] = {"ray_actor_options": actor, "max_ongoing_requests": _MOST_CALLS}
-    if ranks > 1:  # processes of one engine, on one machine
+    if ranks > 1 and not on_gpus:  # processes of one engine, on one machine; of GPUs an actor sees its own alone
         options |= {"placement_group_bundles": [needs] * ranks, "placement_group_strategy": "STRICT_PACK"}
     if replicas.max_replicas is None:
         options["num_replicas"] = server.data_parallel_size

@@ -76,7 +76,7 @@ def worker_facts(
     if not has_target and not may_swap:
         return facts
     most_seconds = math.inf if may_swap or config.target_itl_ms is None else config.target_itl_ms / 1e3
-    bucket_seconds = measure_buckets(steps, limits, facts, progress, most_seconds)
+    bucket_seconds = measure_buckets(steps, limits, facts, progress, most_seconds, agreed)
     fastest = min(bucket_seconds.values()) * 1e3
     if config.target_itl_ms is not None and fastest > config.target_itl_ms:
         warn(
@@ -88,7 +88,12 @@ def worker_facts(
 
 
 def measure_buckets(
-    steps: CompiledSteps, limits: EngineLimits, facts: WorkerFacts, progress: StartProgress, most_seconds: float
+    steps: CompiledSteps,
+    limits: EngineLimits,
+    facts: WorkerFacts,
+    progress: StartProgress,
+    most_seconds: float,
+    agreed: Callable[[float], float] = lambda seconds: seconds,
 ) -> dict[int, float]:
     """Seconds of a step in each token bucket up to the first that takes longer than most_seconds, by its tokens.
 
@@ -104,7 +109,8 @@ def measure_buckets(
             output = _prompts(bucket, limits, facts)
             steps.fill(bucket, output, rows)
             run = functools.partial(steps.run_step, bucket)
-            bucket_seconds[bucket.num_tokens] = statistics.median(_timed(run, steps.device) for _ in range(_RUNS))
+            seconds = statistics.median(_timed(run, steps.device) for _ in range(_RUNS))
+            bucket_seconds[bucket.num_tokens] = agreed(seconds)
             steps.buffers[bucket].clear()
             if bucket_seconds[bucket.num_tokens] > most_seconds:
                 break

@@ -135,6 +135,7 @@ class CompiledSteps:
                 max_logprobs=config.max_logprobs,
                 dtype=dtype,
                 uses_trees=self.uses_trees,
+                records=graph_pool is not None,
                 head=shared_head(weights),
             )
             if is_last(model_config)

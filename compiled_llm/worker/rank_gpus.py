@@ -1,8 +1,9 @@
 """Ranks on GPUs: which GPU each gets, the memory through which they exchange pieces, and how far they have come."""
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -96,10 +97,22 @@ def check_ranks_on_gpus(config: EngineConfig) -> None:
         )
 
 
-def see_own_gpu(gpu: GpuOfRank) -> None:
-    """In a rank's process, before anything asks for GPUs."""
-    assert not torch.cuda.is_initialized()
-    os.environ[_VISIBLE] = gpu.visible
+@contextlib.contextmanager
+def seen_by_children(gpu: GpuOfRank | None) -> Iterator[None]:
+    """In the engine's process: a process that is started within it sees the GPU of its rank first. None: no change.
+
+    It must see it from its first moment on. CUDA reads the variable once, as soon as anything asks for GPUs, and a
+    spawned process first imports the user's script, where ``torch.cuda.is_available()`` may stand.
+    """
+    before = os.environ.get(_VISIBLE)
+    if gpu is not None:
+        os.environ[_VISIBLE] = gpu.visible
+    try:
+        yield
+    finally:
+        if gpu is not None:
+            os.environ.pop(_VISIBLE)
+            os.environ.update({} if before is None else {_VISIBLE: before})
 
 
 def described_gpu(device: torch.device) -> str:

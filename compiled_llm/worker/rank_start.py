@@ -18,7 +18,7 @@ from compiled_llm.models.sharding import Shard
 from compiled_llm.ops import RankGroup, native
 from compiled_llm.ops.parallel.reductions import least
 from compiled_llm.system.resources import granted_cores
-from compiled_llm.worker.rank_gpus import GpuOfRank, described_gpu, see_own_gpu
+from compiled_llm.worker.rank_gpus import GpuOfRank, described_gpu
 
 
 class Inherited:
@@ -113,8 +113,6 @@ def map_memory(descriptor: int) -> Tensor:
 def begin_rank(start: RankStart) -> RankGroup:
     """In the rank's process, first of all: it keeps to its cores, and ends when the engine's process does."""
     os.sched_setaffinity(0, start.cores)
-    if start.gpu is not None:
-        see_own_gpu(start.gpu)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     assert isinstance(start.memory, int)
     if start.shard is None:

@@ -79,6 +79,7 @@ class SamplingStage:
         dtype: of logits.
         head: of the model, where a step of several ranks gives the logits of a rank's own tokens.
         uses_trees: whether torch's CUDA graph trees record what runs here. Else a function serves all numbers of rows.
+        records: whether the engine records CUDA graphs of it, which are replayed on the tensors of the recording.
     """
 
     def __init__(
@@ -93,9 +94,11 @@ class SamplingStage:
         max_logprobs: int,
         dtype: torch.dtype,
         uses_trees: bool = False,
+        records: bool = False,
         head: VocabularyRows | None = None,
     ) -> None:
-        self._uses_trees = uses_trees
+        self._uses_trees, self._records = uses_trees, records
+        self._gathered: dict[int, Tensor] = {}  # rows -> all logits of a step that records, in memory of the most rows
         self._paths = _PATHS_OF_TREES if uses_trees else _KINDS
         self._device = device
         self._sizes = StepSizes.of(limits, device, uses_trees)
@@ -158,7 +161,8 @@ class SamplingStage:
     def nbytes(self) -> int:
         """Bytes of all tensors on the device."""
         inputs = sum(buffers.buffers.nbytes for buffers in self._logits_buffers.values())
-        return self._token_counts.nbytes + inputs + sum(tensor.nbytes for tensor in self._prompt_input)
+        gathered = max((tensor.nbytes for tensor in self._gathered.values()), default=0)
+        return self._token_counts.nbytes + inputs + gathered + sum(tensor.nbytes for tensor in self._prompt_input)
 
     # -- Compiling
 
@@ -253,8 +257,20 @@ class SamplingStage:
         ranks = self._ranks
         if ranks is None:
             return lambda kind: given
-        gathered = functools.cache(lambda: ranks.head.gathered(given))
+        gathered = functools.cache(lambda: self._in_place(ranks.head.gathered(given)))
         return lambda kind: given if self._takes_own(kind) else gathered()
+
+    def _in_place(self, gathered: Tensor) -> Tensor:
+        """Logits that were gathered, where the graphs behind them read them."""
+        if not self._records:
+            return gathered
+        rows, most = len(gathered), len(self._last_tokens)
+        if not self._gathered:
+            self._gathered[most] = gathered.new_empty(most, gathered.shape[1])
+        if rows not in self._gathered:
+            self._gathered[rows] = self._gathered[most][:rows]
+        self._gathered[rows].copy_(gathered)
+        return self._gathered[rows]
 
     def _arguments_after(
         self,

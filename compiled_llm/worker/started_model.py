@@ -166,7 +166,7 @@ class StartedModel:
         self.exact = exactness.described(exactness.obstacles(config, self.device, self.linears, model_config))
         memory = self._start_memory(config, draft)
         weights = self._load_weights(config, directory, progress, memory)
-        network = None if draft is None else draft.load(progress, weights, self.num_ranks)
+        network = None if draft is None else draft.load(progress, weights, self._sharing)
         memory.check()
         self.transforms = load_transforms(config.logits_transforms, model_config.vocab_size, self.device)
         num_windows = len(self.pool_sizes.windows)
@@ -442,7 +442,7 @@ class StartedModel:
             least(0, self.peers)  # all have loaded what they will, and none has a pool yet
             memory.after_compiling(run_largest, keeps_graphs=self.steps.uses_trees)
             self._record_on(asked := least(memory.num_blocks(), self.peers))
-            if (num_blocks := memory.blocks_after_recording(asked)) < asked:
+            if (num_blocks := least(memory.blocks_after_recording(asked), self.peers)) < asked:
                 self._record_on(num_blocks)
             self.swap_space.rehearse(self.steps.cache_groups())
         of_drafter = None

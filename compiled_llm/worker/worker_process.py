@@ -28,7 +28,7 @@ from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker.block_copies import Layout
 from compiled_llm.worker.memory import MemoryLedger
 from compiled_llm.worker.message import Message, receive
-from compiled_llm.worker.rank_gpus import GpuProgress, Launch
+from compiled_llm.worker.rank_gpus import GpuProgress, Launch, seen_by_children
 from compiled_llm.worker.rank_start import Alike, Inherited, RankStart, alike, begin_rank
 from compiled_llm.worker.runner import ModelRunner
 from compiled_llm.worker.stage_link import Stage, StageStart
@@ -142,7 +142,8 @@ class WorkerProcess(Worker):
         drafts = num_draft_tokens, drafter
         arguments = other_end, config, model_config, directory, *drafts, torch.get_num_threads(), rank
         self._process = context.Process(target=_serve, args=arguments, name="compiled-llm-worker", daemon=True)
-        self._process.start()
+        with seen_by_children(None if rank is None else rank.gpu):
+            self._process.start()
         other_end.close()
         self._num_launched = self._num_received = 0
         self._early: deque[Any] = deque()  # results that came before an answer

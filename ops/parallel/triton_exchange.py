@@ -31,10 +31,10 @@ is replayed.
 
 What is needed: ranks launch the same, of the same sizes, in the same order, when they warm up and replay graphs, too.
 All programs of a launch fit on the GPU at once, or two ranks could each wait for programs that the other has not
-started: there are 64 channels at most, and two of their programs fit on an SM, so 32 SMs are enough; nothing checks
-that a GPU has them. Other launches keep no SM from it for good: those before it wait for no rank, and one that may
-start early behind it (``programmatic_launch.py``) does so when all programs have started. And flags are written by
-atomics, which links between GPUs must support: NVLink does, PCIe does not.
+started: there are 64 channels at most, and two of their programs fit on an SM, so 32 SMs are enough, which
+``gpu_group`` (``worker/rank_gpus.py``) asks for. Other launches keep no SM from it for good: those before it wait for
+no rank, and one that may start early behind it (``programmatic_launch.py``) does so when all programs have started. And
+flags are written by atomics, which links between GPUs must support: NVLink does, PCIe does not.
 
 ``tests/ops/parallel/protocol.py`` is a model of this that runs ranks in any order.
 """

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -229,6 +230,27 @@ def test_an_engine_on_replayed_graphs_gives_the_same_tokens(events: list[str], m
         steps = engine.stats().num_steps - steps
     assert set(events) == {"replay"}
     assert steps < len(events) < 2 * steps, "one replay a step, and one more where some request samples"
+
+
+def test_logits_that_ranks_gather_are_where_graphs_were_recorded(
+    events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are gathered between the graphs of the step and of what follows it, into new memory each time."""
+    sizes = {"bucket_sizes": (1, 4), "token_bucket_sizes": (32,), "max_model_len": 64, "num_kv_blocks": 24}
+    params = SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True, seed=3, logprobs=2)
+
+    def served(engine: CompiledEngine) -> list[Any]:
+        outputs = engine.generate(PROMPTS, params, use_tqdm=False)
+        return [(out.outputs[0].token_ids, out.outputs[0].logprobs) for out in outputs]
+
+    with CompiledEngine(enforce_eager=True, **sizes) as engine:
+        expected = served(engine)
+    record_graphs(monkeypatch)
+    head = types.SimpleNamespace(own_tokens=None, gathered=torch.clone, ranks=types.SimpleNamespace(size=2))
+    head.out_features = 4096
+    monkeypatch.setattr(compiled_steps, "shared_head", lambda weights: head)
+    with CompiledEngine(**sizes) as engine:
+        assert served(engine) == expected
 
 
 def test_drafts_on_replayed_graphs(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,8 @@ class _Name(str):
 
 
 def _change_process(name: str, library: str, environment: dict[str, str]) -> str:
-    """In a rank's process: its CPU is a GPU."""
+    """In a rank's process, as it starts: its CPU is a GPU, and the GPUs that it will see are told already."""
+    assert "CUDA_VISIBLE_DEVICES" in os.environ, "a user's script that asks for GPUs would see others"
     os.environ.update({"TRITON_INTERPRET": "1", **environment})
     if os.environ.get("STAND_IN_RANK", name) != name:  # faults of another rank
         os.environ.pop("STAND_IN_FAILS", None)

@@ -3,14 +3,17 @@
 That GPUs map each other's memory, keep the order of flags and record these sums in graphs, no test here shows.
 """
 
+import argparse
 import json
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -18,6 +21,7 @@ import torch
 
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.api.config import EngineConfig
+from compiled_llm.bench import all_reduce
 from compiled_llm.ops import RankGroup
 from compiled_llm.ops.parallel.rank_group import bytes_for, gpu_counts, meetings, note_gpu
 from compiled_llm.parallel import rank_processes
@@ -25,8 +29,15 @@ from compiled_llm.parallel.rank_processes import RankProcesses
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.worker import WorkerFailedError
 from compiled_llm.worker import rank_gpus, started_model
-from compiled_llm.worker.memory import MemoryLedger, MemoryRow
-from compiled_llm.worker.rank_gpus import GpuOfRank, GpuProgress, check_ranks_on_gpus, gpus_of_ranks
+from compiled_llm.worker.memory import MemoryLedger, MemoryRow, StartMemory
+from compiled_llm.worker.rank_gpus import (
+    GpuOfRank,
+    GpuProgress,
+    check_ranks_on_gpus,
+    gpus_of_ranks,
+    seen_by_children,
+)
+from compiled_llm.worker.worker_process import Failure
 from tests.parallel.gpu_stand_in import build, on_stand_ins
 from tests.parallel.test_rank_processes import assert_alike
 
@@ -112,6 +123,23 @@ def test_what_ranks_on_gpus_do_not_go_with(arguments: dict[str, Any], text: str)
     check_ranks_on_gpus(EngineConfig(tensor_parallel_size=2, device="cuda:0", num_kv_blocks=4))
 
 
+def test_what_processes_see_that_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's own process sees what it saw before."""
+    name, command = (
+        "CUDA_VISIBLE_DEVICES",
+        [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"],
+    )
+    for before in (None, "5,7"):
+        monkeypatch.delenv(name, raising=False)
+        if before is not None:
+            monkeypatch.setenv(name, before)
+        with seen_by_children(None):
+            assert os.environ.get(name) == before
+        with seen_by_children(GpuOfRank("1,0", (1, 0), shared=False)):
+            assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "1,0\n"
+        assert os.environ.get(name) == before
+
+
 # -- How far they have come
 
 
@@ -140,6 +168,22 @@ def test_progress_is_that_of_launches_and_flags(monkeypatch: pytest.MonkeyPatch)
     assert meetings(host, 2) == [0, 0]
 
 
+@pytest.mark.parametrize(("on_gpus", "texts", "ends"), [(True, "ab", True), (True, "aa", False), (False, "ab", False)])
+def test_after_errors_that_differ_gpus_may_wait_for_each_other(on_gpus: bool, texts: str, ends: bool) -> None:
+    """On CPUs it is known how often ranks have met."""
+    ranks = RankProcesses.__new__(RankProcesses)
+    ranks._failure, ranks._failed, ranks._idle_seconds = "", None, {}
+    ranks._memory, ranks.gpus = (
+        torch.zeros(bytes_for(2, 128), dtype=torch.uint8),
+        (GpuOfRank("0,1", (0, 1), shared=False),) * 2 * on_gpus,
+    )
+    failures = [Failure("OutOfMemoryError", text, "") for text in texts]
+    ranks.ranks = [Mock(result=lambda step, failure=failure: failure) for failure in failures]
+    with pytest.raises(WorkerFailedError if ends else RuntimeError, match="OutOfMemoryError: a") as raised:
+        ranks.collect(0)
+    assert isinstance(raised.value, WorkerFailedError) == ends == bool(ranks._failure)
+
+
 def test_memory_of_gpus_adds_up() -> None:
     rows = [MemoryRow("weights", 3, "device", "exact"), MemoryRow("swap space", 5, "host", "exact")]
     rows += [MemoryRow("other programs and everything else", 1, "device", "measured")]
@@ -147,6 +191,24 @@ def test_memory_of_gpus_adds_up() -> None:
     both = MemoryLedger.of_ranks([one, one], 2)
     assert (both.total, both.bytes_of("weights"), both.bytes_of("free afterwards")) == (20, 6, 12)
     assert both.bytes_of("other programs and everything else") == 2
+
+
+def test_a_pool_has_the_blocks_for_which_all_ranks_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also once graphs are recorded on it: a rank that recorded again by itself would wait for the others."""
+    of_another: list[int] = []
+
+    def has_room_for_all(memory: StartMemory, asked: int) -> int:
+        of_another.append(5)
+        return asked
+
+    def least_of_both(value: int, group: RankGroup) -> int:
+        return min([value, *of_another])
+
+    monkeypatch.setattr(StartMemory, "blocks_after_recording", has_room_for_all)
+    monkeypatch.setattr(started_model, "least", least_of_both)
+    with CompiledEngine(device="cpu", **ARGUMENTS) as engine:
+        assert engine.runner.facts.num_blocks == 5
+        assert len(engine.generate("def f", SamplingParams(max_tokens=2), use_tqdm=False)) == 1
 
 
 # -- Whole engines
@@ -229,6 +291,24 @@ def test_a_rank_that_is_killed(library: Path, monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(WorkerFailedError, match="the process of rank 0 ended with exit code -9"):
             serve_all(engine)
     check_all_ended(before)
+
+
+@battery
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_benchmark_of_sums_in_which_a_rank_fails(library: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """The other one waits for it, and ends."""
+    on_stand_ins(monkeypatch, library, 2, STAND_IN_FAILS="cuMemAlloc_v2", STAND_IN_RANK=f"rank {rank}")
+    before = children()
+    args = argparse.Namespace(ranks=2, device="cuda", kib=(4,), dtype="bfloat16", rounds=1)
+    with pytest.raises(RuntimeError, match=f"rank {rank} ended with exit code 1: its error is above"):
+        all_reduce.measure(args)
+    check_all_ended(before)
+
+
+def test_a_benchmark_of_sums_on_a_gpu_that_is_not_there() -> None:
+    args = argparse.Namespace(ranks=2, device="cuda:5", kib=(4,), dtype="bfloat16", rounds=1)
+    with pytest.raises(ValueError, match="device='cuda:5' is not there"):
+        all_reduce.measure(args)
 
 
 def test_fewer_gpus_than_ranks(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,13 @@ def test_ranks_of_an_engine_have_a_placement_group_on_one_machine() -> None:
     assert asked["placement_group_strategy"] == "STRICT_PACK"
 
 
+def test_ranks_on_gpus_have_all_of_them_in_the_engines_actor() -> None:
+    """It sees those that it asks for itself, and none that a placement group holds besides."""
+    _, asked = options(ClusterOf(8, gpus=4), engine={"tensor_parallel_size": 2})
+    assert asked["ray_actor_options"] == {"num_cpus": 1, "num_gpus": 2}
+    assert "placement_group_bundles" not in asked
+
+
 def test_autoscaling_and_draining() -> None:
     replicas = {"max_replicas": 6, "target_requests": 8, "target_kv_use": 0.5}
     server = {"data_parallel_size": 2, "drain_seconds": 20, "max_load_difference": 7}

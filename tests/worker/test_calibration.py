@@ -2,6 +2,9 @@
 
 from compiled_llm import CompiledEngine
 from compiled_llm.scheduling.bucket import buckets_of
+from compiled_llm.system.progress import StartProgress
+from compiled_llm.worker.calibration import measure_buckets
+from compiled_llm.worker.runner import ModelRunner
 
 
 def test_decodes_of_all_sizes_have_seconds_and_sampling_has_its_own() -> None:
@@ -19,3 +22,15 @@ def test_decodes_of_all_sizes_have_seconds_and_sampling_has_its_own() -> None:
         assert sampling[requests, tokens] > 0
         assert costs.device(samples=False)[requests, tokens] == seconds
         assert costs.device(samples=True)[requests, tokens] == seconds + sampling[requests, tokens]
+
+
+def test_ranks_agree_after_which_bucket_none_is_measured() -> None:
+    """One that went on by itself would wait for the others."""
+    sizes = {"bucket_sizes": (1,), "token_bucket_sizes": (8, 16, 32), "max_model_len": 32, "num_kv_blocks": 20}
+    with CompiledEngine(**sizes, enforce_eager=True, progress="off") as engine:
+        runner, of_all = engine.runner, iter([0.1, 0.7, 0.1])
+        assert isinstance(runner, ModelRunner)
+        found = measure_buckets(
+            runner.steps, runner.limits, runner.facts, StartProgress("off"), 0.5, lambda seconds: next(of_all)
+        )
+    assert found == {8: 0.1, 16: 0.7}
