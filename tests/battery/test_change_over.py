@@ -94,7 +94,7 @@ def test_bits_are_the_same_across_the_change_over(name: str, num_requests: int, 
             expected |= {output.request_id: output for output in engine.step()}
     CompiledEngine(**arguments, drafter=drafter).close()  # leaves its graphs on disk
     with CompiledEngine(**arguments, wait_for_compile=False, check_invariants=True, drafter=drafter) as engine:
-        assert {report.cache for report in engine.compile_report().reports} == {"pending"}
+        assert "pending" in {report.cache for report in engine.compile_report().reports}
         check_equal(work, expected, serve(engine, work, rng, battery_counts))
         report, stats = engine.compile_report(), engine.stats()
     assert (report.graphs, report.graph_breaks, report.recompiles) == (5, 0, 0)

@@ -4,7 +4,9 @@ That no bit differs when functions change over is in tests/battery/test_change_o
 """
 
 import time
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.compiling import build_processes
 from compiled_llm.compiling.build_processes import Built, Job
 from compiled_llm.compiling.cache import CompileCache
+from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.scheduling.worker import WorkerFailedError
 from compiled_llm.worker import compiled_steps
 from tests.engine.test_admission import Steer
@@ -55,6 +58,20 @@ def test_a_graph_that_cannot_be_compiled_is_an_error_of_every_step_from_then_on(
                 engine.generate("import os", GREEDY, use_tqdm=False)
         assert engine.stats().used_blocks == 0
         assert "step, sample" in engine.compile_report().change_overs()[0]
+
+
+def test_a_report_takes_what_is_compiled_by_now_though_no_request_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's page says so while it is idle."""
+    taken: list[Any] = []
+    monkeypatch.setattr(build_processes, "BuildProcess", Refuses)
+    monkeypatch.setattr(CompiledFunction, "take_over", lambda self, finished, seconds: taken.append(finished))
+    with CompiledEngine(**SMALL, wait_for_compile=False) as engine:
+        builds = engine.own_runner.steps._builds
+        assert builds is not None
+        compiled = SimpleNamespace(job=SimpleNamespace(name="step"), error="")
+        monkeypatch.setattr(builds, "finished", deque([compiled]))
+        engine.compile_report()
+        assert taken == [compiled]
 
 
 class WaitsError(Exception):
