@@ -192,44 +192,43 @@ FOLLOWING = ("", "norm", "own norm", "layer norm", "gate", "sum")
 CASES = [
     (capability, *case)
     for capability in ((8, 0), (9, 0), (10, 0))
-    for case in itertools.product((16, 64, 512), FOLLOWING)
+    for case in itertools.product((16, 64, 512), FOLLOWING, (64, 2048))
 ]
 
 
 @pytest.mark.parametrize(
-    ("capability", "rank", "after"),
-    [pytest.param(*case, marks=() if case == ((9, 0), 16, "norm") else pytest.mark.battery) for case in CASES],
+    ("capability", "rank", "after", "rows"),
+    [pytest.param(*case, marks=() if case == ((9, 0), 16, "norm", 64) else pytest.mark.battery) for case in CASES],
     ids=str,
 )
-def test_compiles_without_spills(capability: tuple[int, int], rank: int, after: str) -> None:
+def test_compiles_without_spills(capability: tuple[int, int], rank: int, after: str, rows: int) -> None:
     """Of the gates of Llama-3.1-8B; with a sum, of 128 experts; of decodes and of a chunk."""
     wide = 28672 if after == "gate" else 4096
     parts = 2 if after == "gate" else 1
-    for rows in (64, 2048):
-        following, y = Following("silu" if after == "gate" else ""), empty(rows, wide)
-        where, num_slots = LoraRows(integers(rows)), 8
-        if after == "norm":
-            following = Following(residual=empty(rows, wide), norm=empty(wide))
-        elif after == "own norm":
-            following = Following(norm=empty(1536))
-        elif after == "layer norm":
-            residual, beside = empty(rows, wide), empty(rows, wide)
-            following = Following(residual=residual, beside=beside, norm=empty(wide), norm_bias=empty(wide))
-        elif after == "sum":
-            following = Following(places=integers(rows // 8, 8), weights=floats(rows // 8, 8))
-            where, num_slots = LoraRows(integers(rows // 8), integers(rows), integers(129), 128), 8 * 128
-        a, b = empty(num_slots, parts, rank, 4096), empty(num_slots, wide // 16, rank, 16)
-        rest = integers(num_slots, parts), floats(num_slots, parts), integers(parts + 1), integers(NUM_FLAGS)
-        with ahead_of_time.recorded(capability, triton_lora) as recorded:
-            triton_lora.lora_followed(y, empty(rows, 4096), *where, a, b, *rest, *following)
-        (launch,) = recorded
-        # 8 bytes: the assembler would rather have 128 or 168 registers, with which one more program runs.
-        binary, registers = ahead_of_time.without_spills(launch, capability, spilled=8)
-        print(f"| {capability} {rank} {after} {rows} | {registers} | {binary.metadata.shared // 1024} KB |")
-        ptx = binary.asm["ptx"]
-        for stored in ptx.split("global.gpu.release.add")[:-1]:
-            assert "bar.sync" in stored[stored.rindex("st.global") :], "all threads have stored"
-        assert "global.gpu.acquire." in ptx  # by those that wait
+    following, y = Following("silu" if after == "gate" else ""), empty(rows, wide)
+    where, num_slots = LoraRows(integers(rows)), 8
+    if after == "norm":
+        following = Following(residual=empty(rows, wide), norm=empty(wide))
+    elif after == "own norm":
+        following = Following(norm=empty(1536))
+    elif after == "layer norm":
+        residual, beside = empty(rows, wide), empty(rows, wide)
+        following = Following(residual=residual, beside=beside, norm=empty(wide), norm_bias=empty(wide))
+    elif after == "sum":
+        following = Following(places=integers(rows // 8, 8), weights=floats(rows // 8, 8))
+        where, num_slots = LoraRows(integers(rows // 8), integers(rows), integers(129), 128), 8 * 128
+    a, b = empty(num_slots, parts, rank, 4096), empty(num_slots, wide // 16, rank, 16)
+    rest = integers(num_slots, parts), floats(num_slots, parts), integers(parts + 1), integers(NUM_FLAGS)
+    with ahead_of_time.recorded(capability, triton_lora) as recorded:
+        triton_lora.lora_followed(y, empty(rows, 4096), *where, a, b, *rest, *following)
+    (launch,) = recorded
+    # 8 bytes: the assembler would rather have 128 or 168 registers, with which one more program runs.
+    binary, registers = ahead_of_time.without_spills(launch, capability, spilled=8)
+    print(f"| {capability} {rank} {after} {rows} | {registers} | {binary.metadata.shared // 1024} KB |")
+    ptx = binary.asm["ptx"]
+    for stored in ptx.split("global.gpu.release.add")[:-1]:
+        assert "bar.sync" in stored[stored.rindex("st.global") :], "all threads have stored"
+    assert "global.gpu.acquire." in ptx  # by those that wait
 
 
 @pytest.mark.gpu
