@@ -4,6 +4,7 @@ That GPUs map each other's memory, keep the order of flags and record these sums
 """
 
 import argparse
+import contextlib
 import json
 import os
 import runpy
@@ -81,9 +82,13 @@ def check_all_ended(before: set[int]) -> None:
 
 
 def children() -> set[int]:
-    """Processes of this one; multiprocessing's own, which looks after what others leave, is none of the engine's."""
-    found = psutil.Process().children(recursive=True)
-    return {child.pid for child in found if "resource_tracker" not in " ".join(child.cmdline())}
+    """Living processes of this one; multiprocessing's own, which looks after what others leave, is not an engine's."""
+    alive = set()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended, or a zombie: nothing of it runs
+            if child.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(child.cmdline()):
+                alive.add(child.pid)
+    return alive
 
 
 # -- Which GPU
