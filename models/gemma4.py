@@ -189,7 +189,7 @@ def _take_attention(config: Gemma4Config, source: Source, name: str, layer: int)
         o=source.linear(StoredLinear(f"{name}.o_proj", d, q_size, bias, cut=own.inputs)),
         q_norm=_norm(source, f"{name}.q_norm", spec.head_dim),
         k_norm=None if shares else _norm(source, f"{name}.k_norm", spec.head_dim),
-        v_norm=None if shares else source.ones(spec.head_dim),
+        v_norm=None if shares else source.constant(spec.head_dim),
     )
 
 
@@ -254,7 +254,7 @@ def take(config: Gemma4Config, source: Source) -> Weights:
         inputs = PerLayerInputs(
             projection=source.linear(StoredLinear("model.per_layer_model_projection", size, d, cut=REPLICATED)),
             norm=_norm(source, "model.per_layer_projection_norm", p),
-            scale=source.ones(1) * 2.0**-0.5,
+            scale=source.constant(1, 2.0**-0.5),
         )
     ropes = zip(config.ropes, (config.global_head_dim, config.head_dim), strict=True)
     return Weights(

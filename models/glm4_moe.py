@@ -82,7 +82,7 @@ def beside_shared(config: Glm4MoeConfig, source: Source, name: str, routed: MoeW
     """``routed`` and the MLP that all tokens use."""
     d, size = config.hidden_size, config.moe_intermediate_size * config.n_shared_experts
     shared = source.gated_mlp(f"{name}.mlp.shared_experts", d, size)
-    return routed._replace(shared=Shared(shared, source.ones(1)))
+    return routed._replace(shared=Shared(shared, source.constant(1)))
 
 
 def take_layer(config: Any, source: Source, name: str) -> LayerWeights:

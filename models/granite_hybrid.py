@@ -91,7 +91,7 @@ def take_mlp(config: GraniteHybridConfig, source: Source, name: str) -> MlpWeigh
         gate_up=stacked(f"{name}.input_linear.weight", out_features=2 * inner, in_features=d, cut=by_outputs(own, own)),
         down=stacked(f"{name}.output_linear.weight", out_features=d, in_features=inner, cut=own.inputs),
         used=source.used_experts(),
-        shared=Shared(shared, source.ones(1) * config.residual_multiplier),
+        shared=Shared(shared, source.constant(1, config.residual_multiplier)),
     )
 
 
@@ -105,7 +105,7 @@ def _take_separate_mlp(config: GraniteHybridConfig, source: Source, name: str, r
         return mlp
     count, top_k = config.num_local_experts, config.num_experts_per_tok
     routed = source.mixture(router, f"{name}.experts", config, count, top_k, config.intermediate_size)
-    return routed._replace(shared=Shared(mlp, source.ones(1) * config.residual_multiplier))
+    return routed._replace(shared=Shared(mlp, source.constant(1, config.residual_multiplier)))
 
 
 def take_layer(config: GraniteHybridConfig, source: Source, name: str) -> LayerWeights:

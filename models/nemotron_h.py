@@ -153,7 +153,7 @@ def take_experts(config: NemotronHConfig, source: Source, name: str) -> MoeWeigh
         latent=latent,
     )
     shared = take_mlp(config, source, f"{name}.shared_experts", config.moe_shared_expert_intermediate_size)
-    return routed._replace(shared=Shared(shared, source.ones(1)))
+    return routed._replace(shared=Shared(shared, source.constant(1)))
 
 
 _TAKE = {MAMBA: take_state, FULL: take_attention, MLP: take_mlp, EXPERTS: take_experts}

@@ -71,7 +71,7 @@ def take_shared(config: Qwen3NextConfig, source: Source, name: str) -> Shared:
     d, inner = config.hidden_size, config.shared_expert_intermediate_size
     shared = source.gated_mlp(f"{name}.shared_expert", d, inner)
     gate = source.linear(StoredLinear(f"{name}.shared_expert_gate", 1, d, cut=REPLICATED))
-    return Shared(shared, source.ones(1), gate)
+    return Shared(shared, source.constant(1), gate)
 
 
 def take_mlp(config: Qwen3NextConfig, source: Source, name: str) -> MlpWeights | MoeWeights:

@@ -167,9 +167,9 @@ class Source:
             return linears.norm_over_ranks(weight, section, section.size // groups)
         return weight[linears.shard.own((section,)).to(weight.device)]
 
-    def ones(self, size: int) -> Tensor:
-        """The weight ``[size]`` float32 of an RMS norm that has none in a checkpoint."""
-        return torch.ones(size, device=self.device)
+    def constant(self, size: int, value: float = 1.0) -> Tensor:
+        """A weight ``[size]`` float32 that no checkpoint has: of an RMS norm without one, or a multiplier."""
+        return torch.full((size,), value, device=self.device)
 
     def leave(self, name: str, what: str) -> None:
         """Says that checkpoints may hold a tensor that the model does not use, and what it is."""
@@ -193,7 +193,9 @@ class Source:
 
     def norm_plus_one(self, name: str, size: int) -> Tensor:
         """The same for checkpoints that hold ``w`` where the norm multiplies by ``1 + w``: that sum, in float32."""
-        return 1 + self.tensor(f"{name}.weight", (size,), cut=REPLICATED).float()
+        weight = self.tensor(f"{name}.weight", (size,), cut=REPLICATED).float()
+        # What torch has in Python of tensors without contents imports its compiler: 1 s and 100 MB.
+        return weight if weight.is_meta else 1 + weight
 
     def linear(self, *parts: StoredLinear, dtype: torch.dtype | None = None) -> Linear:
         """One linear layer that computes all ``parts``, which have the same input; in ``dtype``, or the model's."""

@@ -6,6 +6,7 @@ directory that stands for ``/``, for tests.
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import itertools
 import math
@@ -71,6 +72,16 @@ def free_memory(root: Path = _ROOT) -> int:
     """Bytes of memory that this process may still take: of the machine's and of what is left of its groups' limits."""
     left = (limit.bytes - limit.used for limit in _memory_limits(root))
     return max(0, min([psutil.virtual_memory().available, *left]))
+
+
+def release_freed_memory() -> None:
+    """Give the system back what this process has freed, where the C library (glibc) can: it keeps most of it else.
+
+    Takes some 0.1 ms for each MiB that goes back.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
 
 
 @dataclasses.dataclass(frozen=True)

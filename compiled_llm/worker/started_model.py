@@ -44,6 +44,7 @@ from compiled_llm.step.drafting import num_draft_layers
 from compiled_llm.step.kv_cache import allocate, layer_dtypes, num_tensors, short_windows
 from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.system.progress import StartProgress
+from compiled_llm.system.resources import release_freed_memory
 from compiled_llm.tiers.file_thread import FileThread
 from compiled_llm.worker import exactness
 from compiled_llm.worker.block_copies import Layout, SwapSpace
@@ -359,6 +360,7 @@ class StartedModel:
         say_cost_of_rounding(progress, self.linears, config.quantization)
         for tensor in tensors(weights):
             mark_static_address(tensor)
+        release_freed_memory()  # what was read and converted on the way
         self.start_times.weights = time.perf_counter() - started
         self.adapter_bytes = change_bytes(weights)
         shared = 0 if self.shard is None else num_bytes(self.group)  # which layers hold
@@ -434,6 +436,7 @@ class StartedModel:
 
     def _make_pool(self, config: EngineConfig, memory: StartMemory, progress: StartProgress) -> WorkerFacts:
         """Give the KV pool the memory that compiling and the largest steps have left. Measures what it does."""
+        release_freed_memory()  # of compiling, or of reading what was compiled
         with progress.stage("warming up", {"the largest steps": 1.0}, is_long=False):
             self.swap_space.rehearse(self.steps.cache_groups())
             # While it runs, mapped weights come into memory, which cannot be told from activations.
@@ -477,4 +480,5 @@ class StartedModel:
             if self.files is not None:
                 self.files.close()  # its threads would outlive a start that failed
             raise
+        release_freed_memory()  # of steps that were larger than those that come
         return dataclasses.replace(found, blocks_on_disk=known)

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import pickle
 import subprocess
 import sys
 import weakref
@@ -76,22 +77,25 @@ def test_calls_ops_without_a_python_frame(payload: bytes, monkeypatch: pytest.Mo
 
 
 def test_loads_without_the_compiler(payload: bytes, tmp_path: Path) -> None:
-    """Nor do an engine's modules import it, nor the look at a model's shapes."""
-    path = tmp_path / "payload"
+    """Nor do an engine's modules import it, nor the look at the shapes of a model of any family."""
+    from tests.models.ranks import SHARED, config_of  # which imports it
+
+    path, configs = tmp_path / "payload", tmp_path / "configs"
     path.write_bytes(payload)
+    configs.write_bytes(pickle.dumps([config_of(name) for name in SHARED]))
     script = f"""
-import sys, torch
+import pickle, sys, torch
 import compiled_llm.engine.engine
 from pathlib import Path
 from compiled_llm.compiling.libraries import use_own_cache_directory
 from compiled_llm.compiling.ready_code import load_ready
-from compiled_llm.models.config_file import read_config
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.registry import family
 from compiled_llm.ops.torch_private import compiler_settings, keeps_compiled_code
 from tests.compiling.test_ready_code import outputs, scaled
-config = read_config(compiled_llm.engine.engine.DEMO_MODEL)
-family(config.architecture).describe(config, torch.bfloat16, Packed)
+for config in pickle.loads(Path({str(configs)!r}).read_bytes()):
+    family(config.architecture).describe(config, torch.bfloat16, Packed)
+    assert "torch._dynamo" not in sys.modules, config.architecture
 use_own_cache_directory()
 with torch.no_grad():
     torch.save(outputs(load_ready(Path({str(path)!r}).read_bytes(), scaled.__globals__)), {str(tmp_path / "made")!r})

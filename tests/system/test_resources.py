@@ -1,6 +1,7 @@
 """Cores and memory as control groups grant them: trees of files as Linux shows them, of both versions."""
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from compiled_llm.system.resources import core_parts, free_memory, granted_cores, on_cores, threads_of, total_memory
+from compiled_llm.system.resources import (
+    core_parts,
+    free_memory,
+    granted_cores,
+    on_cores,
+    release_freed_memory,
+    threads_of,
+    total_memory,
+)
 
 CORES = len(os.sched_getaffinity(0))
 V2 = ("cgroup2", "rw")
@@ -161,3 +170,17 @@ def test_processes_start_on_cores_and_this_one_keeps_its_own() -> None:
 )
 def test_threads_are_those_that_openmp_reads(given: str, threads: int) -> None:
     assert threads_of(given, 4) == threads
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="no other C library is asked")
+def test_freed_memory_goes_back() -> None:
+    """Also what lies below something that is in use, which glibc keeps by itself."""
+    many = [bytes(2000) for _ in range(20_000)]
+    in_use = bytes(2000)
+    before = psutil.Process().memory_info().rss
+    del many
+    freed = before - psutil.Process().memory_info().rss
+    release_freed_memory()
+    released = before - psutil.Process().memory_info().rss
+    assert len(in_use) == 2000
+    assert released > 30e6 > freed
