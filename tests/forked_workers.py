@@ -1,9 +1,10 @@
 """Processes of engines that are forked from one that has imported torch, which takes each of them 1.7 s of a processor.
 
-Engines spawn them, as in ``tests/worker/test_worker_process.py`` and ``tests/parallel/test_gpu_ranks.py``. What a
-process is told and gets (pickled arguments, descriptors, the environment) is the same.
+Engines spawn them, and do so in most of ``test_worker_process.py`` and ``test_gpu_ranks.py``. What a process is told and
+gets (pickled arguments, descriptors, the environment) is the same.
 """
 
+import contextlib
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -28,12 +29,19 @@ class _Process(ForkServerProcess):
         super().run()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def forked_workers() -> Iterator[None]:
-    """For a module that imports it."""
+@contextlib.contextmanager
+def forking() -> Iterator[None]:
+    """Processes that engines start within it are forked."""
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([worker_process.__name__])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context, "Process", _Process)
         patch.setattr(worker_process.multiprocessing, "get_context", lambda method: context)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_workers() -> Iterator[None]:
+    """For all tests of a module that imports it."""
+    with forking():
         yield
