@@ -1,7 +1,7 @@
 """Processes of engines that are forked from one that has imported torch, which takes each of them 1.7 s of a processor.
 
-Engines spawn them, and do so in most of ``test_worker_process.py`` and ``test_gpu_ranks.py``. What a process is told and
-gets (pickled arguments, descriptors, the environment) is the same.
+Engines spawn them, and do so in most of ``test_worker_process.py`` and ``test_gpu_ranks.py``. What a process is told
+and gets (pickled arguments, descriptors, the environment) is the same.
 """
 
 import contextlib
