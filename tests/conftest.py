@@ -57,6 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if _IS_WORKER and not any("::" in arg for arg in config.args):
         config.args = _in_turns(config.args)
     config.pluginmanager.register(_Summary())
+    if not torch.cuda.is_available():
+        config.pluginmanager.register(_WithoutGpu())
 
 
 def _in_turns(args: list[str]) -> list[str]:
@@ -76,11 +78,6 @@ def _in_turns(args: list[str]) -> list[str]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="needs a CUDA GPU")
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(skip)
     # Full-size batteries run only where they are asked for: pytest -m battery
     if "battery" not in config.getoption("markexpr"):
         full_size = [item for item in items if item.get_closest_marker("battery")]
@@ -104,6 +101,24 @@ def pytest_collection_finish() -> None:
     atexit.register(gc.unfreeze)  # libraries complain at the end of what is left of them
     gc.set_threshold(50_000)
     gc.enable()
+
+
+class _WithoutGpu:
+    """Skips what needs a GPU: the first test of a file, and says of how many. To skip a thousand takes seconds."""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        of_files: dict[Path, list[pytest.Item]] = {}
+        for item in items:
+            if "gpu" in item.keywords:
+                of_files.setdefault(item.path, []).append(item)
+        others: list[pytest.Item] = []
+        for first, *more in of_files.values():
+            first.add_marker(pytest.mark.skip(reason=f"needs a CUDA GPU, as do {len(more)} more of this file"))
+            others += more
+        config.hook.pytest_deselected(items=others)
+        gone = {*map(id, others)}
+        items[:] = [item for item in items if id(item) not in gone]
 
 
 class _Summary:

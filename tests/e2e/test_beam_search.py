@@ -269,8 +269,15 @@ def test_a_model_without_a_tokenizer_gives_ids() -> None:
 # -- When something breaks
 
 
-@pytest.mark.parametrize("where", ["launch", "collect"])
-@pytest.mark.parametrize("after", [0, 4])
+@pytest.mark.parametrize(
+    ("where", "after"),
+    [
+        ("launch", 0),
+        ("collect", 4),
+        pytest.param("launch", 4, marks=pytest.mark.battery),
+        pytest.param("collect", 0, marks=pytest.mark.battery),
+    ],
+)
 def test_a_step_that_breaks_once_ends_no_search(
     engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch, where: str, after: int
 ) -> None:

@@ -52,8 +52,15 @@ def interrupt_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after
     monkeypatch.setattr(owner, name, interrupted)
 
 
-@pytest.mark.parametrize("where", ["launch", "collect"])
-@pytest.mark.parametrize("after", [0, 5])
+@pytest.mark.parametrize(
+    ("where", "after"),
+    [
+        ("launch", 0),
+        ("collect", 5),
+        pytest.param("launch", 5, marks=pytest.mark.battery),
+        pytest.param("collect", 0, marks=pytest.mark.battery),
+    ],
+)
 def test_a_step_that_breaks_once_ends_nobody(
     engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch, where: str, after: int
 ) -> None:

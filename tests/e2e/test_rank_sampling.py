@@ -9,6 +9,7 @@ import torch
 from compiled_llm import CompiledEngine, Field, LogitsTransform, SamplingParams
 from tests.e2e.test_draft_model import facts
 from tests.families import COMPILED_SIZES
+from tests.forked_workers import forked_workers  # noqa: F401 - a fixture
 
 ARGUMENTS: dict[str, Any] = {
     "tensor_parallel_exact": True, "num_threads": 1, "enforce_eager": True, "max_model_len": 96, "num_kv_blocks": 60,

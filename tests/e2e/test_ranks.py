@@ -20,6 +20,7 @@ from tests.e2e.test_draft_heads import medusa_of_authors, of_authors, of_specula
 from tests.e2e.test_draft_model import SMALL, SWAP, Work, facts, random_work, serve
 from tests.e2e.test_lora import LORA, SIZES, results
 from tests.families import checkpoint, transformers_model
+from tests.forked_workers import forked_workers  # noqa: F401 - a fixture
 from tests.mtp_checkpoints import guessing_checkpoint
 
 RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "async_scheduling": True, "dtype": "float32"}

@@ -21,6 +21,7 @@ from compiled_llm.scheduling.worker import WorkerFailedError
 from tests.e2e.test_draft_model import SWAP, facts, random_work, serve
 from tests.e2e.test_roles import GREEDY, KEY, SMALL, alone, check_apart, computed, finished, prompts_of, serve_apart
 from tests.families import EVERY_CONFIG
+from tests.forked_workers import forked_workers  # noqa: F401 - a fixture
 from tests.models.ranks import SHARED
 
 EXACT: dict[str, Any] = {**SMALL, **SWAP, "num_kv_blocks": 40, "num_threads": 1, "tensor_parallel_exact": True}

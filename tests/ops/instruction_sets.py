@@ -1,7 +1,8 @@
 """Which instruction sets the C++ kernels are tested on.
 
-The ordinary run has the best one of this machine and the portable one, so that no others are built; three ops, whose
-portable kernels take longest to build, have the best one alone. A battery has all that this machine has.
+The ordinary run has the best one of this machine and the portable one, so that no others are built; five ops, whose
+portable kernels take longest to build, have the best one alone. What all portable kernels are written in
+(``ops/cpu/vectors.h``) is tested by the others. A battery has all that this machine has.
 """
 
 import functools
@@ -13,7 +14,7 @@ import pytest
 from compiled_llm.ops import native
 from compiled_llm.ops.kernel_build import isas_of
 
-_LONG = ("rowwise_cpu", "recurrent_cpu", "latent_attention_cpu")
+_LONG = ("attention_cpu", "latent_attention_cpu", "quantized_linear_a8_cpu", "recurrent_cpu", "rowwise_cpu")
 
 
 @functools.cache  # asked for each case of a sweep

@@ -20,6 +20,7 @@ from compiled_llm.scheduling.worker import WorkerFailedError
 from compiled_llm.tiers.block_file import HEADER_BYTES
 from compiled_llm.worker.rank_start import Alike
 from compiled_llm.worker.worker_process import Failure
+from tests.forked_workers import forked_workers  # noqa: F401 - a fixture
 from tests.worker import test_worker_process
 
 ARGUMENTS = {**test_worker_process.ARGUMENTS, "dtype": "float32"}

@@ -15,6 +15,7 @@ from compiled_llm.parallel import rank_processes
 from compiled_llm.parallel.stages import StageProcesses
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from tests.families import checkpoint
+from tests.forked_workers import forked_workers  # noqa: F401 - a fixture
 from tests.parallel.test_ends_of_processes import kill_at_a_random_moment
 from tests.parallel.test_rank_processes import ARGUMENTS, PARAMS, PROMPTS, SMALL, brief, outcomes
 

@@ -10,6 +10,7 @@ from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.api.outputs import RequestOutput
 from compiled_llm.engine.failures import RequestsFailedWarning
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from tests.forked_workers import forking
 
 ARGUMENTS = {
     "enforce_eager": True, "check_invariants": True, "bucket_sizes": (1, 4), "token_bucket_sizes": (16,),
@@ -110,7 +111,7 @@ def test_an_error_of_a_step_has_its_text_and_the_worker_goes_on(engine: Compiled
 
 
 def test_a_bad_argument_is_the_error_that_it_would_be_here() -> None:
-    with pytest.raises(ValueError, match="kv_cache_memory_bytes must be from"):
+    with forking(), pytest.raises(ValueError, match="kv_cache_memory_bytes must be from"):
         CompiledEngine(model_process=True, enforce_eager=True, bucket_sizes=(1,), kv_cache_memory_bytes=10)
     with pytest.raises(ValueError, match="must go to another process with model_process=True"):
         CompiledEngine(model_process=True, logits_transforms=[lambda logits: logits])
@@ -118,7 +119,8 @@ def test_a_bad_argument_is_the_error_that_it_would_be_here() -> None:
 
 def test_requests_of_a_dead_process_end_with_its_exit_code_and_the_end_is_final() -> None:
     sizes = {"enforce_eager": True, "bucket_sizes": (1,), "max_model_len": 32, "num_kv_blocks": 4}
-    engine = CompiledEngine(model_process=True, **sizes)
+    with forking():
+        engine = CompiledEngine(model_process=True, **sizes)
     process = engine.runner
     os.kill(process._process.pid, signal.SIGKILL)
     with pytest.warns(RequestsFailedWarning):

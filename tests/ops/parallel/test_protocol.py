@@ -28,7 +28,7 @@ def some_runs(rules: Rules, size: int, count: int) -> list[str]:
     return [wrong for two_shots in pieces if (wrong := run_in_some_order(size, two_shots, rules, rng))]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("size", [2, 3, 4, pytest.param(8, marks=pytest.mark.battery)])
 def test_pieces_are_there_when_they_are_read(size: int) -> None:
     assert not some_runs(Rules(), size, 160 // size)
 

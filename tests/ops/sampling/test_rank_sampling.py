@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops import RankGroup, native, sample_tokens_of_ranks
+from compiled_llm.ops.kernel_build import isas_of
 from compiled_llm.ops.sampling import rank_sampling
 from compiled_llm.ops.sampling.noise import HALVING, token_noise
 from compiled_llm.ops.sampling.reference import LOG2_E, NO_TOKEN, depths, sample_tokens_reference
@@ -19,7 +20,6 @@ OP = "sampling_cpu"
 CHUNK = 256
 BEST = ordinary_sets(OP)[0]
 VOCABULARIES = (1, 255, 257, 4096, 20011)  # the first three leave ranks without a token
-SIZES = (1, 3, *(pytest.param(size, marks=pytest.mark.battery) for size in (2, 4)))
 
 
 def own_logits(logits: Tensor, rank: int, size: int) -> Tensor:
@@ -52,8 +52,14 @@ def all_cases() -> list[SamplingCase]:
     return made + [extreme_case(vocabulary, dtype) for vocabulary in (1, 600, 4096) for dtype in DTYPES]
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("isa", by_set(OP))
+@pytest.mark.parametrize(
+    ("isa", "size"),
+    [
+        pytest.param(isa, size, marks=() if (isa, size) in ((BEST, 3), ("portable", 1)) else pytest.mark.battery)
+        for isa in isas_of(OP)
+        for size in (1, 2, 3, 4)
+    ],
+)
 def test_the_token_that_one_process_chooses(isa: str, size: int) -> None:
     skip_without(native.load(OP), isa)
     for case in all_cases():
