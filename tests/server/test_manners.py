@@ -34,8 +34,11 @@ def until(condition: Any) -> None:
         time.sleep(0.005)
 
 
+CLOSE = b"\r\nconnection: close"  # else it stays open for some seconds after the answer
+
+
 def open_request(running: Running, body: Any, more: bytes = b"") -> socket.socket:
-    """A connection on which a completion was asked for."""
+    """A connection on which a completion was asked for. ``more``: headers, each behind a line's end."""
     content = json.dumps(body).encode()
     connection = socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2])))
     head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: " + str(len(content)).encode()
@@ -249,7 +252,7 @@ def test_an_engine_that_ends_is_started_again_but_not_for_ever(
     body = {"prompt": "import os", "max_tokens": 4, "temperature": 0}
     with running_with(engine, restart_engine=True) as running:
         before = running.http.post("/v1/completions", json=body).json()["choices"]
-        with open_request(running, {**LONG, "stream": True}) as stream:
+        with open_request(running, {**LONG, "stream": True}, CLOSE) as stream:
             until(lambda: len(engine.scheduler.running) == 1)
             failures.extend((True, True))
             text = b"".join(iter(lambda: stream.recv(65536), b"")).decode()

@@ -23,7 +23,7 @@ from compiled_llm.server.settings import ServerSettings
 from compiled_llm.server.unread import EngineEndedError, RequestAbortedError
 from compiled_llm.system.child_process import LENGTH_BYTES
 from tests.server.conftest import BrokenEngineError, Running, running_with
-from tests.server.test_manners import LONG, events, open_request, until
+from tests.server.test_manners import CLOSE, LONG, events, open_request, until
 
 TIMES = Times(0.1, 0.1, 0.1, 0)
 STARTED = Started(VERSION, None, 512, "max_model_len", 512, 4, 100, 16, 64, 2, "cpu", {})
@@ -490,7 +490,7 @@ def test_the_death_of_an_engine(
     with running_with(engine, reference) as running:
         expected = choices(running, {**body, "seed": 3})
         monkeypatch.setattr(CompiledEngine, "step", breaking)
-        with open_request(running, {**LONG, **body, "max_tokens": 400, "stream": True}) as stream:
+        with open_request(running, {**LONG, **body, "max_tokens": 400, "stream": True}, CLOSE) as stream:
             read = b""
             while b"data: " not in read:
                 read += stream.recv(65536)
