@@ -1,10 +1,10 @@
 """DraftAccount: what drafts have saved and lost, and so whether more are looked for. Plain Python.
 
-Its unit is the time that a step takes in which nothing is looked for or drafted, as a user waits for it: from its
-beginning to that of the next one. Steps of each decode bucket, greedy and sampled, have a time of their own. Each step
-with drafts, with a look for some or with the work of a network enters what it saved or lost. Every step enters a small
-share of itself besides: that much may be lost. When the account is empty, nothing is looked for until it has enough
-for a while of looking, in which a method can show that it pays again.
+Its unit is the time that a plain step takes, in which nothing is looked for or drafted, as a user waits for it: from
+its beginning to that of the next one. Each step with drafts, with a look for some or with the work of a network enters
+what it saved or lost. Every step enters a small share of itself besides: that much may be lost. While the account is
+empty, nothing is looked for. Steps of each decode bucket have an account of their own, greedy and sampled: what pays
+for one request need not for many.
 """
 
 import dataclasses
@@ -13,9 +13,9 @@ from typing import NamedTuple
 from compiled_llm.scheduling.costs import moved
 
 SHARE = 0.01  # of all steps, that may be lost
-MOST = 8.0  # steps that the account has at most, and at the start
-OPENS_AT = 4.0  # steps, once it was empty
-_LEAST_KNOWN = 3  # plain steps of a kind before anything is looked for
+MOST = 8.0  # steps that an account has at most, and at the start
+MOST_RESTED = 16  # steps
+_LEAST_KNOWN = 3  # plain steps before anything is looked for
 # After so many steps without a plain one, steps in which a look found nothing stand in; after so many there is one.
 _STALE, _TOO_OLD = 64, 128
 
@@ -51,12 +51,51 @@ class DoneStep(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True)
-class _Plain:
-    """Steps of a kind in which nothing is looked for or drafted: seconds, how many there were, and the last of them."""
+class _Steps:
+    """The account of steps of one kind.
 
-    seconds: float
-    count: int
-    last: int
+    Attributes:
+        plain: seconds of a plain step; an average, as all seconds here. A step counts as the average of those like it,
+            so that a single slow one does not matter much.
+        num_plain: how many there were.
+        age: steps since the last of them.
+        balance: plain steps that may be lost.
+        with_reading: the same, where what a network takes to read prompts, and what else it lacks, has been lost as
+            well. So a network that was worth it reads the next request, and one that has read a request goes on as
+            long as its drafts save more than they take.
+        others: seconds of other steps, by the tokens of the bucket and whether with drafts.
+        look, network: seconds of a look, and of a network that lacked nothing.
+    """
+
+    plain: float
+    num_plain: int = 0
+    age: int = 0
+    balance: float = MOST
+    with_reading: float = MOST
+    others: dict[tuple[int, bool], float] = dataclasses.field(default_factory=dict)
+    look: float = 0.0
+    network: float = 0.0
+
+    def add(self, saved: float, reading: float = 0.0) -> None:
+        self.balance = min(MOST, self.balance + saved)
+        self.with_reading = min(MOST, self.with_reading + saved - reading)
+
+    def enter(self, step: DoneStep) -> None:
+        """A step that is not plain."""
+        key = step.num_tokens, step.has_drafts
+        seconds = self.others[key] = moved(self.others.get(key, self.plain), step.seconds)
+        saved = step.gained * self.plain - max(0.0, seconds - self.plain)
+        reading = 0.0
+        if step.looked:
+            self.look = moved(self.look or step.looked, step.looked)
+            saved -= self.look
+        if step.network and step.reads:
+            reading = max(0.0, step.network - self.network)  # it takes longer for a long prompt: no average
+            saved -= step.network - reading
+        elif step.network:
+            self.network = moved(self.network or step.network, step.network)
+            saved -= self.network
+        self.add(SHARE + saved / self.plain, reading / self.plain)
 
 
 class DraftAccount:
@@ -65,82 +104,50 @@ class DraftAccount:
     Args:
         one_graph: whether a step without drafts takes as long where somebody looks for some: on a GPU a look keeps the
             next step from starting while this one runs.
-
-    Attributes:
-        balance: steps that may be lost.
-        balance_with_reading: the same, where what a network takes to read prompts, and what else it lacks, has been
-            lost as well. So a network that was worth it reads the next request, and one that has read a request goes
-            on as long as its drafts save more than they take.
     """
 
     def __init__(self, *, one_graph: bool) -> None:
-        self.balance = self.balance_with_reading = MOST
-        self._one_graph, self._is_open, self._num_steps = one_graph, True, 0
-        self._plain: dict[Kind, _Plain] = {}
-        # Averages: of steps that are not plain, by (kind, tokens, whether with drafts), of looks and of a network.
-        self._seconds: dict[tuple[Kind, int, bool], float] = {}
-        self._look: dict[Kind, float] = {}
-        self._network: dict[tuple[Kind, bool], float] = {}
+        self._one_graph = one_graph
+        self._steps: dict[Kind, _Steps] = {}
 
     def looks(self, kind: Kind, *, goes_on: bool) -> bool:
         """Whether the next step, of this kind, looks for drafts or has a network make some.
 
         ``goes_on``: whether that network has drafted behind the last step, so that it lacks little.
         """
-        plain = self._plain.get(kind)
-        if plain is None or plain.count < _LEAST_KNOWN or self._num_steps - plain.last >= _TOO_OLD:
+        steps = self._steps.get(kind)
+        if steps is None or steps.num_plain < _LEAST_KNOWN or steps.age >= _TOO_OLD:
             return False
-        if self._is_open:
-            self._is_open = self.balance > 0.0
-        else:
-            self._is_open = self.balance >= OPENS_AT and self.balance_with_reading >= OPENS_AT
-        return self._is_open and (goes_on or self.balance_with_reading > 0.0)
+        return steps.balance > 0.0 and (goes_on or steps.with_reading > 0.0)
+
+    def rest(self, kind: Kind) -> int:
+        """How many plain steps of a kind follow that need not be entered: they are now."""
+        steps = self._steps.get(kind)
+        if steps is None or steps.num_plain < _LEAST_KNOWN:
+            return 0
+        count = min(MOST_RESTED, int(-min(steps.balance, steps.with_reading) / SHARE))
+        if count <= 0:
+            return 0
+        steps.add(SHARE * count)
+        return count
 
     def enter(self, step: DoneStep) -> None:
         """A step is over."""
-        self._num_steps += 1
-        plain = self._plain.get(step.kind)
+        steps = self._steps.get(step.kind)
         if step.is_plain:
-            if plain is None:
-                plain = self._plain[step.kind] = _Plain(step.seconds, 0, 0)
-            plain.seconds = moved(plain.seconds, step.seconds)
-            plain.count, plain.last = plain.count + 1, self._num_steps
-            self._add(SHARE, 0.0)
-        elif plain is not None and plain.seconds > 0.0:
-            saved, reading = self._saved(step, plain.seconds)
-            self._add(SHARE + saved / plain.seconds, reading / plain.seconds)
-            is_stale = self._num_steps - plain.last >= _STALE
-            if is_stale and self._one_graph and not (step.has_drafts or step.network):
-                plain.seconds = moved(plain.seconds, step.seconds)
-                plain.last = self._num_steps - _STALE
+            if steps is None:
+                steps = self._steps[step.kind] = _Steps(step.seconds)
+            steps.plain = moved(steps.plain, step.seconds)
+            steps.num_plain, steps.age = steps.num_plain + 1, 0
+            steps.add(SHARE)
+        elif steps is not None and steps.plain > 0.0:
+            steps.age += 1
+            steps.enter(step)
+            if steps.age >= _STALE and self._one_graph and not (step.has_drafts or step.network):
+                steps.plain, steps.age = moved(steps.plain, step.seconds), _STALE
 
     def enter_reading(self, kind: Kind, seconds: float) -> None:
         """A network took ``seconds`` behind a step that computes prompts. ``kind``: of steps that follow."""
-        plain = self._plain.get(kind)
-        if plain is not None and plain.seconds > 0.0:
-            self._add(0.0, seconds / plain.seconds)
-
-    def _add(self, saved: float, reading: float) -> None:
-        self.balance = min(MOST, self.balance + saved)
-        self.balance_with_reading = min(MOST, self.balance_with_reading + saved - reading)
-
-    def _saved(self, step: DoneStep, plain: float) -> tuple[float, float]:
-        """Seconds that a step saved, and those in which a network read what it lacked.
-
-        A step counts as the average of those like it, so that a single slow one does not matter much.
-        """
-        key = step.kind, step.num_tokens, step.has_drafts
-        known = self._seconds.get(key, plain)
-        seconds = self._seconds[key] = moved(known, step.seconds)
-        looked = 0.0
-        if step.looked:
-            looked = self._look[step.kind] = moved(self._look.get(step.kind, step.looked), step.looked)
-        drafting = reading = 0.0
-        if step.network:
-            usual = self._network.get((step.kind, False))
-            average = moved(self._network.get((step.kind, step.reads), step.network), step.network)
-            self._network[step.kind, step.reads] = average
-            drafting = average if not step.reads else min(usual or 0.0, step.network)
-            if step.reads:  # which takes longer for a long prompt: no average
-                reading = step.network - drafting
-        return step.gained * plain - max(0.0, seconds - plain) - looked - drafting, reading
+        steps = self._steps.get(kind)
+        if steps is not None and steps.plain > 0.0:
+            steps.add(0.0, seconds / steps.plain)

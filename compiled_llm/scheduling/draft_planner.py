@@ -54,6 +54,7 @@ class DraftPlanner:
         self._num_steps = 0
         # Whether the step that is being planned may look for drafts, or have a network make some.
         self.account, self._pays = DraftAccount(one_graph=limits.mixes_lens), True
+        self._rests, self._num_rests = False, 0  # whether the step is one that rests, and how many follow that do
         self._keeps_waiting = False  # whether requests may wait for tokens though nothing is looked for
         self._kind: Kind = limits.decode_bucket_sizes[0], False  # of the step that was planned last
         self._accepted: dict[Request, int] = {}  # drafts of the step whose results are being entered
@@ -74,7 +75,7 @@ class DraftPlanner:
         takes = request.max_num_tokens - len(request.prompt_token_ids) > 1
         if takes and self._adapts:
             self._histories[request] = History(request.waits_for_tokens, Chances(self._of_all))
-            self._keeps_waiting = True
+            self._keeps_waiting, self._num_rests = True, 0
         return takes
 
     def room(self, left: int) -> tuple[int, bool]:
@@ -95,6 +96,12 @@ class DraftPlanner:
             return min(rows, left // 2), True
         return min(rows, left - (first.num_tokens - first.num_computed_tokens)), True
 
+    def rests(self) -> bool:
+        """Whether the step that is about to be planned is one of those in which nothing is looked for or measured."""
+        self._rests = self._num_rests > 0
+        self._num_rests -= self._rests
+        return self._rests
+
     def propose(self, most: int, beside_prompts: bool) -> None:
         """Ask for the drafts of the step that is about to be planned, at most ``most`` of all requests.
 
@@ -107,6 +114,8 @@ class DraftPlanner:
         if self._adapts and not self._choose():
             if self._keeps_waiting:
                 self._let_go()
+            if not (self._keeps_waiting or self._drafts_next):
+                self._num_rests = self.account.rest(self._kind)
             return
         self._keeps_waiting = True
         if most <= 0:
@@ -178,7 +187,7 @@ class DraftPlanner:
 
         A request gets blocks for what may be drafted then, as far as some are free.
         """
-        if self._of_worker is None:
+        if self._of_worker is None or self._rests or self._num_rests:
             return
         self._drafts_next = self._pays and any(request.takes_drafts for request in requests)
         output.drafts_next = self._drafts_next
@@ -200,8 +209,9 @@ class DraftPlanner:
         if self._reader is not None and drafts:  # else it was preempted meanwhile
             self._reader.read_samples(request, start, drafts, sampled)
         if count > 0:
-            self._accepted[request] = count
             counts = self.running_set.counts
+            if self.costs:
+                self._accepted[request] = count
             counts.num_accepted_draft_tokens += count
             known = counts.num_accepted_by_position
             counts.num_accepted_by_position = (*[number + 1 for number in known[:count]], *known[count:])
@@ -209,10 +219,10 @@ class DraftPlanner:
     def record(self, result: StepResult, requests: Sequence[Request]) -> None:
         """A step of ``requests`` is done, and what it sampled is entered."""
         bucket, drafting, counts = result.bucket, result.draft_seconds, self.running_set.counts
-        accepted, self._accepted = self._accepted, {}
         counts.draft_seconds += drafting
-        if not self.costs:
+        if not self.costs or self._rests or self._num_rests:
             return
+        accepted, self._accepted = self._accepted, {}
         if bucket.kind != "decode":
             if drafting:
                 self.account.enter_reading(self._kind, drafting)
