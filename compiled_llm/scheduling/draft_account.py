@@ -18,9 +18,6 @@ MOST_RESTED = 16  # steps
 _LEAST_KNOWN = 3  # plain steps before anything is looked for
 # After so many steps without a plain one, steps in which a look found nothing stand in; after so many there is one.
 _STALE, _TOO_OLD = 64, 128
-# Of a token that one of several requests gains: how many steps it is taken to save, as if that were known of so many
-# tokens, and at least; and how many tokens are remembered.
-_PRIOR_WORTH, _PRIOR_TOKENS, _LEAST_WORTH, _MEMORY_TOKENS = 0.5, 16.0, 0.1, 64.0
 
 Kind = tuple[int, bool]  # of a step: requests of its decode bucket, and whether some request is not greedy
 
@@ -36,8 +33,7 @@ class DoneStep(NamedTuple):
         looked: seconds in looking for drafts.
         network: seconds in which a network drafted behind it.
         reads: whether this network had not drafted behind the step before: it read all tokens that it lacked.
-        gained: tokens that came of drafts, on average of its requests.
-        shortened: by how many steps sooner all of them are done for these tokens, if nothing else is drafted.
+        gained: by how many tokens drafts have shortened what is to be computed.
     """
 
     kind: Kind
@@ -48,7 +44,6 @@ class DoneStep(NamedTuple):
     network: float = 0.0
     reads: bool = False
     gained: float = 0.0
-    shortened: float = 0.0
 
     @property
     def is_plain(self) -> bool:
@@ -70,9 +65,6 @@ class _Steps:
             long as its drafts save more than they take.
         others: seconds of other steps, by the tokens of the bucket and whether with drafts.
         look, network: seconds of a look, and of a network that lacked nothing.
-        gained, shortened: sums of what steps had, the last ones in full. Of several requests all are done when the last
-            is: so a token counts by the steps that such tokens have saved. These show only when the last request has
-            gained some, too; meanwhile it is the share of before.
     """
 
     plain: float
@@ -83,8 +75,6 @@ class _Steps:
     others: dict[tuple[int, bool], float] = dataclasses.field(default_factory=dict)
     look: float = 0.0
     network: float = 0.0
-    gained: float = _PRIOR_TOKENS
-    shortened: float = _PRIOR_TOKENS * _PRIOR_WORTH
 
     def add(self, saved: float, reading: float = 0.0) -> None:
         self.balance = min(MOST, self.balance + saved)
@@ -94,7 +84,7 @@ class _Steps:
         """A step that is not plain."""
         key = step.num_tokens, step.has_drafts
         seconds = self.others[key] = moved(self.others.get(key, self.plain), step.seconds)
-        saved = self._steps_saved(step) * self.plain - max(0.0, seconds - self.plain)
+        saved = step.gained * self.plain - max(0.0, seconds - self.plain)
         reading = 0.0
         if step.looked:
             self.look = moved(self.look or step.looked, step.looked)
@@ -106,14 +96,6 @@ class _Steps:
             self.network = moved(self.network or step.network, step.network)
             saved -= self.network
         self.add(SHARE + saved / self.plain, reading / self.plain)
-
-    def _steps_saved(self, step: DoneStep) -> float:
-        if step.gained == step.shortened:  # as of a single request
-            return step.gained
-        kept = max(0.0, 1.0 - step.gained / _MEMORY_TOKENS)
-        self.gained = kept * self.gained + step.gained
-        self.shortened = kept * self.shortened + step.shortened
-        return step.gained * min(1.0, max(_LEAST_WORTH, self.shortened / self.gained))
 
 
 class DraftAccount:

@@ -249,6 +249,7 @@ class Scheduler:
             self.tiers.end_step(result.files, is_full * output.num_tokens, result.seconds, copied, idle)
         if not requests:  # a step of ``move_files``
             return []
+        num_accepted = self.counts.num_accepted_draft_tokens
         drafts = drafts_for(requests, output, result)
         self.forks.end_copies()
         if result.prompt_logprobs is not None:
@@ -278,7 +279,7 @@ class Scheduler:
         if self.drafts is not None:
             if drafts:
                 self.drafts.take(requests, drafts)
-            self.drafts.record(result, requests)
+            self.drafts.record(result, len(requests), self.counts.num_accepted_draft_tokens - num_accepted)
         return advanced
 
     def _enter_scores(self, requests: list[Request], output: SchedulerOutput, logprobs: Sequence[float]) -> None:
