@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from compiled_llm.scheduling.costs import moved
 
-SHARE = 0.01  # of all steps, that may be lost
+SHARE = 0.0075  # of all steps, that may be lost
 MOST = 8.0  # steps that an account has at most, and at the start
 MOST_RESTED = 16  # steps
 _LEAST_KNOWN = 3  # plain steps before anything is looked for
