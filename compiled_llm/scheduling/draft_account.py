@@ -3,8 +3,8 @@
 Its unit is the time that a plain step takes, in which nothing is looked for or drafted, as a user waits for it: from
 its beginning to that of the next one. Each step with drafts, with a look for some or with the work of a network enters
 what it saved or lost. Every step enters a small share of itself besides: that much may be lost. While the account is
-empty, nothing is looked for. Steps of each decode bucket have an account of their own, greedy and sampled: what pays
-for one request need not for many.
+empty, nothing is looked for. Steps of about as many requests have an account of their own, greedy and sampled: what
+pays for one request need not for many.
 """
 
 import dataclasses
@@ -19,7 +19,8 @@ _LEAST_KNOWN = 3  # plain steps before anything is looked for
 # After so many steps without a plain one, steps in which a look found nothing stand in; after so many there is one.
 _STALE, _TOO_OLD = 64, 128
 
-Kind = tuple[int, bool]  # of a step: requests of its decode bucket, and whether some request is not greedy
+# Of a step: its requests, a power of two or fewer than that, and whether some request is not greedy.
+Kind = tuple[int, bool]
 
 
 class DoneStep(NamedTuple):
@@ -27,7 +28,7 @@ class DoneStep(NamedTuple):
 
     Attributes:
         kind: of it.
-        num_tokens: of the bucket.
+        bucket: its requests and tokens.
         has_drafts: whether it verified some.
         seconds: from its beginning to that of the next one, without those of ``looked`` and ``network``.
         looked: seconds in looking for drafts.
@@ -37,7 +38,7 @@ class DoneStep(NamedTuple):
     """
 
     kind: Kind
-    num_tokens: int
+    bucket: tuple[int, int]
     has_drafts: bool
     seconds: float
     looked: float = 0.0
@@ -63,7 +64,7 @@ class _Steps:
         with_reading: the same, where what a network takes to read prompts, and what else it lacks, has been lost as
             well. So a network that was worth it reads the next request, and one that has read a request goes on as
             long as its drafts save more than they take.
-        others: seconds of other steps, by the tokens of the bucket and whether with drafts.
+        others: seconds of other steps, by their bucket and whether they have drafts.
         look, network: seconds of a look, and of a network that lacked nothing.
     """
 
@@ -72,7 +73,7 @@ class _Steps:
     age: int = 0
     balance: float = MOST
     with_reading: float = MOST
-    others: dict[tuple[int, bool], float] = dataclasses.field(default_factory=dict)
+    others: dict[tuple[tuple[int, int], bool], float] = dataclasses.field(default_factory=dict)
     look: float = 0.0
     network: float = 0.0
 
@@ -82,7 +83,7 @@ class _Steps:
 
     def enter(self, step: DoneStep) -> None:
         """A step that is not plain."""
-        key = step.num_tokens, step.has_drafts
+        key = step.bucket, step.has_drafts
         seconds = self.others[key] = moved(self.others.get(key, self.plain), step.seconds)
         saved = step.gained * self.plain - max(0.0, seconds - self.plain)
         reading = 0.0

@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 
 from compiled_llm.api.config import EngineLimits
-from compiled_llm.scheduling.costs import moved
 from compiled_llm.scheduling.draft_account import DoneStep, DraftAccount, Kind
 from compiled_llm.scheduling.draft_lengths import (
     Chances,
@@ -13,8 +12,6 @@ from compiled_llm.scheduling.draft_lengths import (
     History,
     lengths,
     lengths_beside_prompts,
-    num_expected,
-    num_skipped,
 )
 from compiled_llm.scheduling.draft_trees import DraftTree, allowed
 from compiled_llm.scheduling.drafter import DraftSource, ReadsSamples
@@ -24,11 +21,9 @@ from compiled_llm.scheduling.running_set import RunningSet
 from compiled_llm.scheduling.worker import StepResult
 from compiled_llm.scheduling.worker_drafts import WorkerDrafts
 
-_LOOK_SECONDS = 2e-5  # of a request, before any was measured
 # Of the tokens that several requests gain, on average, while no other waits for a place: all are done when the last is.
 # Of four and of sixteen requests it gained 0.3 to 0.45 of what they did on average, where that was much.
 _WORTH_OF_SEVERAL = 1 / 3
-_SKIPPED_ON_A_GPU = 16  # steps after looks of no use: a look keeps the next step from starting while this one runs
 
 
 class DraftPlanner:
@@ -54,13 +49,11 @@ class DraftPlanner:
         self.running_set.counts.num_accepted_by_position = (0,) * limits.num_draft_tokens
         self._histories: dict[Request, History] = {}
         self._of_all = Chances()
-        self._num_steps = 0
         # Whether the step that is being planned may look for drafts, or have a network make some.
         self.account, self._pays = DraftAccount(one_graph=limits.mixes_lens), True
         self._rests, self._num_rests = False, 0  # whether the step is one that rests, and how many follow that do
         self._keeps_waiting = False  # whether requests may wait for tokens though nothing is looked for
-        self._kind: Kind = limits.decode_bucket_sizes[0], False  # of the step that was planned last
-        self._look_seconds = _LOOK_SECONDS  # that looking for the drafts of a request takes; a moving average
+        self._kind: Kind = 1, False  # of the step that was planned last
         # When the step that was planned last began, how much of it was looking, whether a network was to draft behind
         # it and behind the one before; and once it is done what it was.
         self._began, self._looked = 0.0, 0.0
@@ -112,7 +105,6 @@ class DraftPlanner:
         """
         self.proposed = {}
         started = time.perf_counter()
-        self._num_steps += 1
         self._end_step(started)
         if self._adapts and not self._choose():
             if self._keeps_waiting:
@@ -143,14 +135,13 @@ class DraftPlanner:
                 self.proposed[request] = taken
                 most -= len(taken)
         self._looked = time.perf_counter() - started
-        self._look_seconds = moved(self._look_seconds, self._looked / len(asked))
         self.running_set.counts.draft_seconds += self._looked
         self.running_set.counts.draft_gain_seconds -= self._looked
 
     def _choose(self) -> bool:
         """Whether the step that is about to be planned looks for drafts."""
         if running := len(self.running_set.running):
-            self._kind = next(size for size in self._sizes if size >= running), self._samples()
+            self._kind = 1 << (running - 1).bit_length(), self._samples()
         self._drafted_before = self._drafts_next
         self._pays = self.account.looks(self._kind, goes_on=self._of_worker is None or self._drafts_next)
         # What a network has drafted already costs little to verify.
@@ -240,7 +231,7 @@ class DraftPlanner:
             network = drafting if result.draft_token_ids is not None else 0.0
             reads, gained = not self._drafted_before, self._gained(num_accepted, num_requests)
             self._done = DoneStep(
-                (size, samples), bucket.num_tokens, has_drafts, seconds, network=network, reads=reads, gained=gained
+                self._kind, (size, bucket.num_tokens), has_drafts, seconds, network=network, reads=reads, gained=gained
             )
 
     def _end_step(self, now: float) -> None:
@@ -248,7 +239,7 @@ class DraftPlanner:
         if self._done is not None:
             done = self._done
             host = max(0.0, now - self._began - self._looked - done.seconds - done.network)
-            self.costs.record_host(done.kind[0], done.has_drafts, host)
+            self.costs.record_host(done.bucket[0], done.has_drafts, host)
             if self._adapts:
                 self.account.enter(done._replace(seconds=done.seconds + host, looked=self._looked))
         self._began, self._looked, self._done = now, 0.0, None
@@ -281,13 +272,6 @@ class DraftPlanner:
             return False
         if not self._adapts:
             return not request.num_in_flight
-        history = self._histories[request]
-        if history.num_skipped > 0:
-            history.num_skipped -= 1
-            request.waits_for_tokens = history.waits or history.num_skipped == 0
-            if request.waits_for_tokens:
-                request.next_look = 0  # from now on each step is to be looked at
-            return False
         if not request.waits_for_tokens:
             request.waits_for_tokens, request.next_look = True, 0  # from now on each step is to be looked at
         return not request.num_in_flight
@@ -326,36 +310,20 @@ class DraftPlanner:
         num_requests = sum(not (request.num_in_flight and request.waits_for_tokens) for request in running)
         sizes = next(sizes for size, sizes in self._sizes.items() if size >= num_requests)
         seconds, size = self.costs.device(self._kind[1]), sizes[0][0]
-        plain, host = seconds[sizes[0]], (self.costs.host(size, False), self.costs.host(size, True))
-        available = [len(drafts) for drafts in proposals]
-        gain, counts, tokens = 0.0, [0] * len(asked), [0.0] * len(asked)
-        if any(available):  # most looks at new text find nothing
-            chances = [
-                history.chances.chance(count) if not isinstance(drafts, DraftTree) else drafts.chance
-                for history, count, drafts in zip(histories, available, proposals, strict=True)
-            ]
-            nodes = [drafts.worths if isinstance(drafts, DraftTree) else () for drafts in proposals]
-            if beside_prompts:
-                counts = lengths_beside_prompts(chances, available, most)
-            else:
-                fills = limits.mixes_lens
-                counts, gain = lengths(
-                    chances, available, num_requests, sizes, seconds, most, fills_first=fills, host=host, nodes=nodes
-                )
-            tokens = [
-                sum(worths[:count]) if worths else num_expected(chance, count)
-                for worths, chance, count in zip(nodes, chances, counts, strict=True)
-            ]
-            if beside_prompts:
-                gain = sum(tokens) * (plain + host[0]) / num_requests
-        look = self._look_seconds  # of a request
-        steps, all_tokens = 0 if limits.mixes_lens else _SKIPPED_ON_A_GPU, sum(tokens)
-        for request, history, drafts, own in zip(asked, histories, proposals, tokens, strict=True):
+        host = self.costs.host(size, False), self.costs.host(size, True)
+        for history, request, drafts in zip(histories, asked, proposals, strict=True):
             history.proposal, history.num_output_tokens = drafts, len(request.output_token_ids)
-            if self._of_worker is not None:
-                continue  # a network drafts for all of them
-            history.look(gain * own / all_tokens if all_tokens else 0.0, look)
-            skipped = num_skipped(history.num_useless, look * num_requests, plain + host[0], steps)
-            # Requests of no use are looked at in the same steps: a look at several takes little longer than at one.
-            history.num_skipped = skipped - self._num_steps % (skipped + 1)
-        return counts
+        available = [len(drafts) for drafts in proposals]
+        if not any(available):  # as of most looks at new text
+            return available
+        chances = [
+            history.chances.chance(count) if not isinstance(drafts, DraftTree) else drafts.chance
+            for history, count, drafts in zip(histories, available, proposals, strict=True)
+        ]
+        if beside_prompts:
+            return lengths_beside_prompts(chances, available, most)
+        nodes = [drafts.worths if isinstance(drafts, DraftTree) else () for drafts in proposals]
+        fills = limits.mixes_lens
+        return lengths(
+            chances, available, num_requests, sizes, seconds, most, fills_first=fills, host=host, nodes=nodes
+        )
