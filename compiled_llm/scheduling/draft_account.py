@@ -16,8 +16,10 @@ SHARE = 0.0075  # of all steps, that may be lost
 MOST = 8.0  # steps that an account has at most, and at the start
 MOST_RESTED = 16  # steps
 _LEAST_KNOWN = 3  # plain steps before anything is looked for
-# After so many steps without a plain one, steps in which a look found nothing stand in; after so many there is one.
+# After so many steps without a plain one, steps in which a look found nothing stand in; after so many there are two.
 _STALE, _TOO_OLD = 64, 128
+# A step moves the average of those like it by this share, at first by more, and counts as so many times that at most.
+_LEAST_WEIGHT, _MOST_TIMES = 0.1, 2.0
 
 # Of a step: its requests, a power of two or fewer than that, and whether some request is not greedy.
 Kind = tuple[int, bool]
@@ -58,22 +60,25 @@ class _Steps:
     Attributes:
         plain: seconds of a plain step; an average, as all seconds here. A step counts as the average of those like it,
             so that a single slow one does not matter much.
-        num_plain: how many there were.
-        age: steps since the last of them.
+        num_plain: how many there were, but for those right behind other steps: these write all buffers anew.
+        follows_plain: whether the last step was plain.
+        age: steps since the last plain one that counted.
         balance: plain steps that may be lost.
         with_reading: the same, where what a network takes to read prompts, and what else it lacks, has been lost as
             well. So a network that was worth it reads the next request, and one that has read a request goes on as
             long as its drafts save more than they take.
-        others: seconds of other steps, by their bucket and whether they have drafts.
+        others: seconds of other steps and how many there were, by their bucket and whether they have drafts. The first
+            may be slow for no reason that stays, so a plain one counts as one of them.
         look, network: seconds of a look, and of a network that lacked nothing.
     """
 
     plain: float
     num_plain: int = 0
+    follows_plain: bool = False
     age: int = 0
     balance: float = MOST
     with_reading: float = MOST
-    others: dict[tuple[tuple[int, int], bool], float] = dataclasses.field(default_factory=dict)
+    others: dict[tuple[tuple[int, int], bool], tuple[float, int]] = dataclasses.field(default_factory=dict)
     look: float = 0.0
     network: float = 0.0
 
@@ -84,7 +89,10 @@ class _Steps:
     def enter(self, step: DoneStep) -> None:
         """A step that is not plain."""
         key = step.bucket, step.has_drafts
-        seconds = self.others[key] = moved(self.others.get(key, self.plain), step.seconds)
+        seconds, count = self.others.get(key, (self.plain, 1))
+        weight = max(_LEAST_WEIGHT, 1.0 / (count + 1))
+        seconds += weight * (min(step.seconds, _MOST_TIMES * seconds) - seconds)
+        self.others[key] = seconds, count + 1
         saved = step.gained * self.plain - max(0.0, seconds - self.plain)
         reading = 0.0
         if step.looked:
@@ -117,9 +125,11 @@ class DraftAccount:
         ``goes_on``: whether that network has drafted behind the last step, so that it lacks little.
         """
         steps = self._steps.get(kind)
-        if steps is None or steps.num_plain < _LEAST_KNOWN or steps.age >= _TOO_OLD:
+        if steps is None or steps.num_plain < _LEAST_KNOWN or steps.balance <= 0.0:
             return False
-        return steps.balance > 0.0 and (goes_on or steps.with_reading > 0.0)
+        if steps.with_reading <= 0.0:  # no plain step in between: the network would have to read again
+            return goes_on
+        return steps.age < _TOO_OLD
 
     def rest(self, kind: Kind) -> int:
         """How many plain steps of a kind follow that need not be entered: they are now."""
@@ -129,6 +139,7 @@ class DraftAccount:
         count = min(MOST_RESTED, int(-min(steps.balance, steps.with_reading) / SHARE))
         if count <= 0:
             return 0
+        steps.follows_plain = True
         steps.add(SHARE * count)
         return count
 
@@ -138,11 +149,13 @@ class DraftAccount:
         if step.is_plain:
             if steps is None:
                 steps = self._steps[step.kind] = _Steps(step.seconds)
-            steps.plain = moved(steps.plain, step.seconds)
-            steps.num_plain, steps.age = steps.num_plain + 1, 0
+            if steps.follows_plain:
+                steps.plain = moved(steps.plain, step.seconds)
+                steps.num_plain, steps.age = steps.num_plain + 1, 0
+            steps.follows_plain = True
             steps.add(SHARE)
         elif steps is not None and steps.plain > 0.0:
-            steps.age += 1
+            steps.age, steps.follows_plain = steps.age + 1, False
             steps.enter(step)
             if steps.age >= _STALE and self._one_graph and not (step.has_drafts or step.network):
                 steps.plain, steps.age = moved(steps.plain, step.seconds), _STALE
