@@ -29,12 +29,12 @@ class Run:
         """So many steps, of which those with a look take ``look + drafts`` longer and gain so many tokens."""
         start = len(self.looked)
         while len(self.looked) < start + count:
-            if rest := self.account.rest(self.kind):
+            looks = self.account.looks(self.kind, goes_on=True)
+            if not looks and (rest := self.account.rest(self.kind)):
                 self.looked += [False] * rest
                 self.seconds += PLAIN * rest
                 self.plain_seconds += PLAIN * rest
                 continue
-            looks = self.account.looks(self.kind, goes_on=True)
             took = PLAIN * self.rng.lognormvariate(0.0, self.noise)
             step = DoneStep(self.kind, BUCKET, has_drafts=False, seconds=took)
             if looks:
