@@ -25,10 +25,7 @@ _WORTH_BESIDE_PROMPTS = 0.5  # there a token costs about as much as in the large
 # measured ones: so a bucket that was slow for a while is tried again.
 _FORGETTING, _OPTIMISM = 0.001, 0.8
 _FORGETTING_HOST = 0.05  # the same of the host's seconds, which single steps are far off
-_LOOKING = 0.003  # of the time of steps, that looking for drafts of no use may take
-_MOST_SKIPPED = 63  # steps
 _ORDERS = 6  # of lengths of proposals
-_WEIGHT_OF_A_LOOK = 0.15  # in what looks are expected to save
 
 Seconds = Mapping[tuple[int, int], float]  # of steps in decode buckets, by (requests, tokens) of the bucket
 
@@ -132,9 +129,6 @@ class History:
 
     Attributes:
         proposal: what was proposed when its output had ``num_output_tokens``; empty once it is compared.
-        gain: seconds that a look for drafts is expected to save; a moving average. None: nobody has looked.
-        num_useless: looks in a row since when that is less than a look takes.
-        num_skipped: steps that are still to go by before the next look.
         waits: whether the host has to know its last token for another reason than drafts.
     """
 
@@ -142,9 +136,6 @@ class History:
     chances: Chances
     proposal: Sequence[int] = ()
     num_output_tokens: int = 0
-    gain: float | None = None
-    num_useless: int = 0
-    num_skipped: int = 0
 
     def compare(self, output: Sequence[int], of_all: Chances) -> None:
         """Compare the last proposal with the tokens that came since."""
@@ -164,11 +155,6 @@ class History:
         of_all[len(proposal)].observe(right, ends_wrong, 0.99)
         self.proposal = ()
 
-    def look(self, gain: float, least: float) -> None:
-        """A look for drafts is expected to save ``gain`` seconds, and of use where looks save ``least`` on average."""
-        self.gain = gain if self.gain is None else self.gain + _WEIGHT_OF_A_LOOK * (gain - self.gain)
-        self.num_useless = self.num_useless + 1 if self.gain < least else 0
-
 
 def lengths(
     chances: Sequence[float],
@@ -181,8 +167,8 @@ def lengths(
     fills_first: bool,
     host: tuple[float, float] = (0.0, 0.0),
     nodes: Sequence[Sequence[float]] = (),
-) -> tuple[list[int], float]:
-    """How many of its drafts a step takes of each request that has some, and seconds that this is sure to save.
+) -> list[int]:
+    """How many of its drafts a step takes of each request that has some.
 
     Args:
         chances: that one more draft of it is right.
@@ -209,7 +195,7 @@ def lengths(
     worths.sort()
     del worths[most:]
     plain = seconds[sizes[0]] + host[0]
-    best, best_rate, gain = 0, num_requests / plain if plain else 0.0, 0.0
+    best, best_rate = 0, num_requests / plain if plain else 0.0
     taken, tokens = 0, float(num_requests)
     for size in sizes if fills_first else sizes[1:]:
         before = taken
@@ -220,11 +206,11 @@ def lengths(
             continue
         took = seconds[size] + host[1]
         if tokens / took > _LEAST_GAIN * best_rate:
-            best, best_rate, gain = taken, tokens / took, tokens * plain / num_requests / _LEAST_GAIN - took
+            best, best_rate = taken, tokens / took
     counts = [0] * len(chances)
     for _, index in worths[:best]:
         counts[index] += 1
-    return counts, gain
+    return counts
 
 
 def lengths_beside_prompts(chances: Sequence[float], available: Sequence[int], most: int) -> list[int]:
@@ -237,20 +223,3 @@ def lengths_beside_prompts(chances: Sequence[float], available: Sequence[int], m
         counts.append(taken)
         most -= taken
     return counts
-
-
-def num_expected(chance: float, count: int) -> float:
-    """How many of ``count`` drafts are right, on average, if one more is with this ``chance``."""
-    return chance * (1.0 - chance**count) / (1.0 - chance) if chance < 1.0 else float(count)
-
-
-def num_skipped(num_useless: int, look_seconds: float, step_seconds: float, least: int) -> int:
-    """After so many looks of no use in a row: how many steps go by before the next one, a power of two less one.
-
-    Args:
-        look_seconds: that looks for all running requests take together.
-        step_seconds: that a step without drafts takes.
-        least: steps that may go by however short a look is.
-    """
-    most = max(least, int(look_seconds / (_LOOKING * step_seconds)) if step_seconds else 0)
-    return min((1 << (most + 1).bit_length() - 1) - 1, _MOST_SKIPPED, 2 ** min(num_useless, 10) - 1)

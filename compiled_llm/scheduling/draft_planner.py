@@ -1,21 +1,17 @@
 """DraftPlanner: which drafts a step verifies. Plain Python."""
 
 import functools
-import math
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from compiled_llm.api.config import EngineLimits
-from compiled_llm.scheduling.costs import moved
+from compiled_llm.scheduling.draft_account import DoneStep, DraftAccount, Kind
 from compiled_llm.scheduling.draft_lengths import (
     Chances,
     DecodeCosts,
     History,
     lengths,
     lengths_beside_prompts,
-    num_expected,
-    num_skipped,
 )
 from compiled_llm.scheduling.draft_trees import DraftTree, allowed
 from compiled_llm.scheduling.drafter import DraftSource, ReadsSamples
@@ -25,23 +21,9 @@ from compiled_llm.scheduling.running_set import RunningSet
 from compiled_llm.scheduling.worker import StepResult
 from compiled_llm.scheduling.worker_drafts import WorkerDrafts
 
-_LOOK_SECONDS = 2e-5  # of a request, before any was measured
-# A look is of no use, too, where of late less than this share of a step's tokens beside the first of each request came
-# of drafts: some requests save little then, and all of them pay. The share is 0.3 before anything is known.
-_LEAST_SHARE, _WEIGHT_OF_A_STEP = 0.1, 0.02
-# Steps that are not looked in count as well, so a share alone could never rise again where looks are rare. What looks
-# promise counts instead where it is that many times as much.
-_PROMISED_SHARE, _WEIGHT_OF_A_PROMISE = 3 * _LEAST_SHARE, 0.2
-_SKIPPED_ON_A_GPU = 16  # steps after looks of no use: a look keeps the next step from starting while this one runs
-
-
-class _DoneStep(NamedTuple):
-    """A step in a decode bucket of so many requests and tokens, which took the device ``seconds``."""
-
-    num_requests: int
-    num_tokens: int
-    has_drafts: bool
-    seconds: float
+# Of the tokens that several requests gain on average, while no other waits for a place: all are done when the last is.
+# Of four and of sixteen requests it gained 0.4 to 0.6 of what they did on average, where that was much.
+_WORTH_OF_SEVERAL = 0.6
 
 
 class DraftPlanner:
@@ -67,15 +49,19 @@ class DraftPlanner:
         self.running_set.counts.num_accepted_by_position = (0,) * limits.num_draft_tokens
         self._histories: dict[Request, History] = {}
         self._of_all = Chances()
-        self._num_steps, self._share, self._promised = 0, 0.3, 0.0
-        self._useless_of_last = 0  # looks in a row of the request that ended last, less one
-        self._look_seconds = _LOOK_SECONDS  # that looking for the drafts of a request takes; a moving average
-        # When the step that was planned last began, how much of it was looking, and once it is done what it was.
+        # Whether the step that is being planned may look for drafts, or have a network make some.
+        self.account, self._pays = DraftAccount(one_graph=limits.mixes_lens), True
+        self._rests, self._num_rests = False, 0  # whether the step is one that rests, and how many follow that do
+        self._keeps_waiting = False  # whether requests may wait for tokens though nothing is looked for
+        self._kind: Kind = 1, False  # of the step that was planned last
+        # When the step that was planned last began, how much of it was looking, whether a network was to draft behind
+        # it and behind the one before; and once it is done what it was.
         self._began, self._looked = 0.0, 0.0
-        self._done: _DoneStep | None = None
+        self._drafts_next = self._drafted_before = False
+        self._of_last = 0.0, 0.0, False  # when the one before that began, its looking, and as ``_drafted_before``
+        self._done: DoneStep | None = None
         self._of_worker = source if isinstance(source, WorkerDrafts) else None
         self._reader = source if isinstance(source, ReadsSamples) else None
-        self._network_seconds: dict[int, float] = {}  # by requests of the decode bucket: what a network took behind it
 
     def takes_drafts(self, request: Request) -> bool:
         """Whether tokens of ``request`` may be drafted at all."""
@@ -84,11 +70,8 @@ class DraftPlanner:
         # The last token is sampled in any case: a draft for it would be of no use.
         takes = request.max_num_tokens - len(request.prompt_token_ids) > 1
         if takes and self._adapts:
-            history = History(request.waits_for_tokens, Chances(self._of_all))
-            if self._of_worker is not None:  # what a network costs is the same for each request
-                history.num_useless = self._useless_of_last
-                history.num_skipped = 2 ** min(self._useless_of_last, 6) - 1
-            self._histories[request] = history
+            self._histories[request] = History(request.waits_for_tokens, Chances(self._of_all))
+            self._keeps_waiting, self._num_rests = True, 0
         return takes
 
     def room(self, left: int) -> tuple[int, bool]:
@@ -109,6 +92,13 @@ class DraftPlanner:
             return min(rows, left // 2), True
         return min(rows, left - (first.num_tokens - first.num_computed_tokens)), True
 
+    def rests(self) -> bool:
+        """Whether the step that is about to be planned is one of those in which nothing is looked for or measured."""
+        if self._adapts:
+            self._rests = self._num_rests > 0 or not self._histories
+            self._num_rests = max(0, self._num_rests - 1)
+        return self._rests
+
     def propose(self, most: int, beside_prompts: bool) -> None:
         """Ask for the drafts of the step that is about to be planned, at most ``most`` of all requests.
 
@@ -116,8 +106,14 @@ class DraftPlanner:
         """
         self.proposed = {}
         started = time.perf_counter()
-        self._num_steps += 1
         self._end_step(started)
+        if self._adapts and not self._choose():
+            if self._keeps_waiting:
+                self._let_go()
+            if not (self._keeps_waiting or self._drafts_next):
+                self._num_rests = self.account.rest(self._kind)
+            return
+        self._keeps_waiting = True
         if most <= 0:
             return
         asked, counts = list[Request](), list[int]()
@@ -140,9 +136,26 @@ class DraftPlanner:
                 self.proposed[request] = taken
                 most -= len(taken)
         self._looked = time.perf_counter() - started
-        self._look_seconds = moved(self._look_seconds, self._looked / len(asked))
         self.running_set.counts.draft_seconds += self._looked
         self.running_set.counts.draft_gain_seconds -= self._looked
+
+    def _choose(self) -> bool:
+        """Whether the step that is about to be planned looks for drafts."""
+        if running := len(self.running_set.running):
+            self._kind = 1 << (running - 1).bit_length(), self._samples()
+        self._drafted_before = self._drafts_next
+        self._pays = self.account.looks(self._kind, goes_on=self._of_worker is None or self._drafts_next)
+        # What a network has drafted already costs little to verify.
+        return self._pays or (self._of_worker is not None and self._drafts_next)
+
+    def _let_go(self) -> None:
+        """Nothing is looked for: no request need wait for its tokens, but for those whose drafts are verified."""
+        self._keeps_waiting = False
+        for request, history in self._histories.items():
+            if request.draft_token_ids:
+                self._keeps_waiting = True
+            else:
+                request.waits_for_tokens = history.waits
 
     def add(self, request: Request, place: int, output: SchedulerOutputBuilder) -> int:
         """Let the step compute drafts of the tokens after the one that it samples of ``request``. Returns how many.
@@ -169,9 +182,15 @@ class DraftPlanner:
 
         A request gets blocks for what may be drafted then, as far as some are free.
         """
+        if self._rests or self._num_rests:
+            return
+        if not requests:  # all that can run is in flight: the step of before goes on
+            self._began, self._looked, self._drafted_before = self._of_last
+            return
         if self._of_worker is None:
             return
-        output.drafts_next = any(request.takes_drafts and self._wants_more(request) for request in requests)
+        self._drafts_next = self._pays and any(request.takes_drafts for request in requests)
+        output.drafts_next = self._drafts_next
         if not output.drafts_next:
             return
         for request, samples in zip(requests, output.num_samples, strict=True):
@@ -179,10 +198,6 @@ class DraftPlanner:
                 self.running_set.grow_ahead(request, self._of_worker.num_tokens)
                 if request.num_sent_blocks < len(request.block_ids):
                     self.running_set.send_blocks(request, output)
-
-    def _wants_more(self, request: Request) -> bool:
-        """Whether drafts for the step after this one are looked for."""
-        return not self._adapts or self._histories[request].num_skipped == 0
 
     def take(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> None:
         """The results of a step of ``requests`` are entered: what a network of the worker has drafted for the next."""
@@ -203,14 +218,15 @@ class DraftPlanner:
         """A step of so many requests is done, of whose drafts so many were accepted."""
         bucket, drafting, counts = result.bucket, result.draft_seconds, self.running_set.counts
         counts.draft_seconds += drafting
-        if bucket.kind != "decode" or not self.costs:
+        if not self.costs or self._rests or self._num_rests:
+            return
+        if bucket.kind != "decode":
+            if drafting:
+                self.account.enter_reading(self._kind, drafting)
             return
         size, seconds, costs = bucket.num_requests, result.seconds - drafting, self.costs
-        self._share += _WEIGHT_OF_A_STEP * (num_accepted / num_requests - self._share)
-        samples = self._samples()
+        samples = self._kind[1] if self._adapts else self._samples()
         costs.record(size, bucket.num_tokens, seconds, samples)
-        if drafting and result.draft_token_ids is not None:  # a step that it skips takes it next to nothing
-            self._network_seconds[size] = moved(self._network_seconds.get(size, drafting), drafting)
         has_drafts = len(result.sampled_token_ids) > num_requests
         if has_drafts and (size, size) in costs.device(samples):
             plain = costs.device(samples)[size, size] + costs.host(size, False)
@@ -218,14 +234,28 @@ class DraftPlanner:
             counts.draft_gain_seconds += num_accepted * plain / num_requests + plain - took
         counts.draft_gain_seconds -= drafting
         if self.running_set.running:  # else nobody knows when the next step begins
-            self._done = _DoneStep(size, bucket.num_tokens, has_drafts, result.seconds)
+            network = drafting if result.draft_token_ids is not None else 0.0
+            reads, gained = not self._drafted_before, self._gained(num_accepted, num_requests)
+            self._done = DoneStep(
+                self._kind, (size, bucket.num_tokens), has_drafts, seconds, network=network, reads=reads, gained=gained
+            )
 
     def _end_step(self, now: float) -> None:
         """The next step begins: what the host took for the one that is done is known."""
         if self._done is not None:
-            host = now - self._began - self._looked - self._done.seconds
-            self.costs.record_host(self._done.num_requests, self._done.has_drafts, max(0.0, host))
+            done = self._done
+            host = max(0.0, now - self._began - self._looked - done.seconds - done.network)
+            self.costs.record_host(done.bucket[0], done.has_drafts, host)
+            if self._adapts:
+                self.account.enter(done._replace(seconds=done.seconds + host, looked=self._looked))
+        self._of_last = self._began, self._looked, self._drafted_before
         self._began, self._looked, self._done = now, 0.0, None
+
+    def _gained(self, num_accepted: int, num_requests: int) -> float:
+        """How many tokens less are to be computed one after another, by drafts of a step that were right."""
+        gained = num_accepted / num_requests
+        others_wait = len(self.running_set.waiting) + self.running_set.prefix_cache.num_held_back
+        return gained if num_requests == 1 or others_wait else _WORTH_OF_SEVERAL * gained
 
     def _samples(self) -> bool:
         """Whether some running request is not greedy."""
@@ -236,7 +266,7 @@ class DraftPlanner:
         history = self._histories.pop(request, None)
         if history is not None:
             history.compare(request.output_token_ids, self._of_all)
-            self._useless_of_last = max(0, history.num_useless - 1)
+        self.proposed.pop(request, None)
         self.source.end(request)
 
     def _may_draft(self, request: Request) -> bool:
@@ -250,14 +280,8 @@ class DraftPlanner:
             return False
         if not self._adapts:
             return not request.num_in_flight
-        history = self._histories[request]
-        if history.num_skipped > 0:
-            history.num_skipped -= 1
-            request.waits_for_tokens = history.waits or history.num_skipped == 0
-            if request.waits_for_tokens:
-                request.next_look = 0  # from now on each step is to be looked at
-            return False
-        request.waits_for_tokens = True
+        if not request.waits_for_tokens:
+            request.waits_for_tokens, request.next_look = True, 0  # from now on each step is to be looked at
         return not request.num_in_flight
 
     @staticmethod
@@ -293,42 +317,21 @@ class DraftPlanner:
             history.compare(request.output_token_ids, of_all)
         num_requests = sum(not (request.num_in_flight and request.waits_for_tokens) for request in running)
         sizes = next(sizes for size, sizes in self._sizes.items() if size >= num_requests)
-        seconds, size = self.costs.device(self._samples()), sizes[0][0]
-        plain, host = seconds[sizes[0]], (self.costs.host(size, False), self.costs.host(size, True))
-        available = [len(drafts) for drafts in proposals]
-        gain, counts, tokens = 0.0, [0] * len(asked), [0.0] * len(asked)
-        if any(available):  # most looks at new text find nothing
-            chances = [
-                history.chances.chance(count) if not isinstance(drafts, DraftTree) else drafts.chance
-                for history, count, drafts in zip(histories, available, proposals, strict=True)
-            ]
-            nodes = [drafts.worths if isinstance(drafts, DraftTree) else () for drafts in proposals]
-            if beside_prompts:
-                counts = lengths_beside_prompts(chances, available, most)
-            else:
-                fills = limits.mixes_lens
-                counts, gain = lengths(
-                    chances, available, num_requests, sizes, seconds, most, fills_first=fills, host=host, nodes=nodes
-                )
-            tokens = [
-                sum(worths[:count]) if worths else num_expected(chance, count)
-                for worths, chance, count in zip(nodes, chances, counts, strict=True)
-            ]
-            if beside_prompts:
-                gain = sum(tokens) * (plain + host[0]) / num_requests
-        network = 0.0 if self._of_worker is None else self._network_seconds.get(size, 0.0) / len(asked)
-        look = self._look_seconds + network  # of a request
-        if any(available) or self._of_worker is None:
-            self._promised += _WEIGHT_OF_A_PROMISE * (sum(tokens) / num_requests - self._promised)
-        pays = self._share >= _LEAST_SHARE or self._promised >= _PROMISED_SHARE
-        least = look if pays else math.inf  # that it has to save
-        steps, all_tokens = 0 if limits.mixes_lens else _SKIPPED_ON_A_GPU, sum(tokens)
-        for request, history, drafts, own in zip(asked, histories, proposals, tokens, strict=True):
-            if self._of_worker is not None and not drafts:
-                continue  # nothing was drafted behind the last step, which says nothing
+        seconds, size = self.costs.device(self._kind[1]), sizes[0][0]
+        host = self.costs.host(size, False), self.costs.host(size, True)
+        for history, request, drafts in zip(histories, asked, proposals, strict=True):
             history.proposal, history.num_output_tokens = drafts, len(request.output_token_ids)
-            history.look(gain * own / all_tokens if all_tokens else 0.0, least)
-            skipped = num_skipped(history.num_useless, look * num_requests, plain + host[0], steps)
-            # Requests of no use are looked at in the same steps: a look at several takes little longer than at one.
-            history.num_skipped = skipped - self._num_steps % (skipped + 1)
-        return counts
+        available = [len(drafts) for drafts in proposals]
+        if not any(available):  # as of most looks at new text
+            return available
+        chances = [
+            history.chances.chance(count) if not isinstance(drafts, DraftTree) else drafts.chance
+            for history, count, drafts in zip(histories, available, proposals, strict=True)
+        ]
+        if beside_prompts:
+            return lengths_beside_prompts(chances, available, most)
+        nodes = [drafts.worths if isinstance(drafts, DraftTree) else () for drafts in proposals]
+        fills = limits.mixes_lens
+        return lengths(
+            chances, available, num_requests, sizes, seconds, most, fills_first=fills, host=host, nodes=nodes
+        )

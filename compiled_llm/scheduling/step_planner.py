@@ -76,7 +76,7 @@ class StepPlanner:
         Returns the running requests that lack more or generate nothing, by rank.
         """
         token_ids, feedback, all_computed = output.token_ids, output.feedback, output.num_computed_tokens
-        if self.drafts is not None:
+        if self.drafts is not None and not self.drafts.rests():
             self.drafts.propose(*self.drafts.room(self.budget(len(self.running)) - len(self.running)))
         lacking, num_drafts = list[Request](), dict[int, int]()  # the latter: index in the step -> drafts
         # Requests are preempted from the end of ``running``: this loop does not come to them then.

@@ -7,6 +7,7 @@ draft.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.worker.request_rows import RequestRows
 
+_MOST_SKIPPED = 64  # steps that are entered at once
 UNKNOWN = -1  # a token that was on the device alone when its step was launched
 
 
@@ -55,8 +57,9 @@ class DraftCoverage:
         Steps of one token of each request behind which nothing is drafted are kept, and entered all at once before
         something else happens: most steps of a drafter that is of no use are such, and each would cost 30 us and more.
         """
-        is_plain = _is_plain(output) and not self._trees
-        if self._skipped and not (is_plain and _follows(self._skipped[-1], output)):
+        is_plain = _is_plain(output, self._size) and not self._trees
+        is_full = len(self._skipped) >= _MOST_SKIPPED
+        if self._skipped and (is_full or not (is_plain and _follows(self._skipped[-1], output))):
             self._enter_skipped(store)
         if is_plain:
             self._skipped.append(output)
@@ -185,12 +188,20 @@ class DraftCoverage:
             self._first_lacking[blocks[-1]] = end % self._size
 
 
-def _is_plain(output: SchedulerOutput) -> bool:
-    """Whether it computes a token of each request, and nothing is drafted behind it, admitted, ended or moved."""
-    is_other = output.drafts_next or output.admissions or output.table_updates or output.released_request_ids
+def _is_plain(output: SchedulerOutput, block_size: int) -> bool:
+    """Whether it computes a token of each request, and nothing is drafted behind it, admitted, ended or moved.
+
+    Blocks may come behind those that a request has computed tokens in: where its tokens are stays as it was.
+    """
+    is_other = output.drafts_next or output.admissions or output.released_request_ids
     moves = output.swapped_out or output.swapped_in or output.copies or output.moved_keys
     num_requests = len(output.request_ids)
-    return 0 < num_requests == len(output.token_ids) and not (is_other or moves or output.trees or output.resets)
+    if is_other or moves or output.trees or output.resets or not 0 < num_requests == len(output.token_ids):
+        return False
+    if not output.table_updates:
+        return True
+    computed = dict(zip(output.request_ids, output.num_computed_tokens, strict=True))
+    return all(start * block_size >= computed.get(name, math.inf) for name, start, _ in output.table_updates)
 
 
 def _follows(last: SchedulerOutput, output: SchedulerOutput) -> bool:

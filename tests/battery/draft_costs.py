@@ -42,8 +42,8 @@ def seconds_of_steps(engine: CompiledEngine, batch: int, temperature: float) -> 
     def schedule() -> SchedulerOutput:
         nonlocal began
         now, done = time.perf_counter(), engine.scheduler.drafts._done  # type: ignore[union-attr]
-        if done is not None and done.num_requests >= batch:
-            found.append(((done.num_requests, done.num_tokens), now - began - drafts._looked))
+        if done is not None and done.bucket[0] >= batch:
+            found.append((done.bucket, now - began - drafts._looked))
         began = now
         return own_schedule()
 

@@ -169,6 +169,7 @@ DRAFTED = Checks(
     ),
     load_torch=True,
 )
+ACCOUNT = Checks(("tests/scheduling/test_draft_account.py",), load_torch=False)
 DRAFTERS = Checks(("tests/drafting/test_suffix.py",), load_torch=False)
 LOOKAHEAD = Checks(("tests/drafting/test_lookahead.py", "tests/scheduling/test_drafts.py"), load_torch=False)
 LAYER_SKIP = Checks(("tests/e2e/test_layer_skip.py",), load_torch=True)
@@ -355,6 +356,22 @@ _PLANTED = """
         drafts go beyond the last token of a request
             DraftPlanner._most: min(self.limits.num_draft_tokens, request.max_num_tokens - request.num_tokens - 1)
                 => self.limits.num_draft_tokens
+    scheduling.draft_account, ACCOUNT
+        what drafts cost counts as saved
+            _Steps.enter: step.gained * self.plain - max(0.0, seconds - self.plain)
+                => step.gained * self.plain + max(0.0, seconds - self.plain)
+        looks cost nothing
+            _Steps.enter: saved -= self.look => ...
+        a network's time counts as saved
+            _Steps.enter: saved -= self.network => saved += self.network
+        reading a prompt costs nothing
+            _Steps.add: self.with_reading + saved - reading => self.with_reading + saved
+        savings have no bound
+            _Steps.add: min(MOST, self.balance + saved) => self.balance + saved
+        plain steps do not refill the account
+            DraftAccount.enter: steps.add(SHARE) => ...
+        steps of all kinds have one account
+            DraftAccount.enter: self._steps.get(step.kind) => next(iter(self._steps.values()), None)
     scheduling.draft_planner, MASKS
         drafts that a mask forbids are verified
             DraftPlanner._allowed: drafts[:len(request.draft_masks)] => drafts

@@ -1,5 +1,6 @@
 """How many drafts a step takes: what gives the most tokens a second, by measured acceptance and seconds."""
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Sequence
@@ -15,12 +16,9 @@ from compiled_llm.scheduling.draft_lengths import (
     History,
     lengths,
     lengths_beside_prompts,
-    num_expected,
-    num_skipped,
 )
-from compiled_llm.scheduling.draft_planner import DraftPlanner
 from compiled_llm.scheduling.request import Request
-from compiled_llm.scheduling.scheduler import Scheduler
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.worker import StepResult
 from compiled_llm.scheduling.worker_drafts import WorkerDrafts
 from tests.fake_engine import FakeDrafter, FakeEngine, add, check_result, expected_tokens, make_request, make_scheduler
@@ -31,27 +29,23 @@ LINEAR = {size: float(size[1]) for size in SIZES}
 
 
 def test_where_rows_cost_nothing_all_drafts_of_worth_are_taken() -> None:
-    assert lengths([0.9, 0.9], [3, 2], 2, SIZES, FREE, 99, fills_first=True)[0] == [3, 2]
-    assert lengths([0.9, 0.3], [3, 3], 2, SIZES, FREE, 99, fills_first=True)[0] == [3, 1], (
-        "0.3 squared is next to nothing"
-    )
-    assert lengths([0.9, 0.9], [3, 2], 2, SIZES, FREE, 4, fills_first=True)[0] == [2, 2]
+    assert lengths([0.9, 0.9], [3, 2], 2, SIZES, FREE, 99, fills_first=True) == [3, 2]
+    assert lengths([0.9, 0.3], [3, 3], 2, SIZES, FREE, 99, fills_first=True) == [3, 1], "0.3 squared is next to nothing"
+    assert lengths([0.9, 0.9], [3, 2], 2, SIZES, FREE, 4, fills_first=True) == [2, 2]
 
 
 def test_where_each_row_costs_as_much_as_a_request_only_free_places_are_filled() -> None:
-    assert lengths([0.9, 0.5], [7, 7], 2, SIZES, LINEAR, 99, fills_first=True)[0] == [2, 0]
-    assert lengths([0.9] * 4, [7] * 4, 4, SIZES, LINEAR, 99, fills_first=True)[0] == [0] * 4
-    assert lengths([0.9, 0.5], [7, 7], 2, SIZES, LINEAR, 99, fills_first=False)[0] == [6, 0], (
-        "half of the first is empty"
-    )
+    assert lengths([0.9, 0.5], [7, 7], 2, SIZES, LINEAR, 99, fills_first=True) == [2, 0]
+    assert lengths([0.9] * 4, [7] * 4, 4, SIZES, LINEAR, 99, fills_first=True) == [0] * 4
+    assert lengths([0.9, 0.5], [7, 7], 2, SIZES, LINEAR, 99, fills_first=False) == [6, 0], "half of the first is empty"
 
 
 def test_the_bucket_with_the_most_tokens_a_second_is_filled_and_a_small_gain_is_none() -> None:
     seconds = {(4, 4): 1.0, (4, 8): 1.3, (4, 16): 4.0}
-    assert lengths([0.9] * 4, [7] * 4, 4, SIZES, seconds, 99, fills_first=True)[0] == [1, 1, 1, 1]
-    assert lengths([0.3] * 4, [7] * 4, 4, SIZES, seconds, 99, fills_first=True)[0] == [0] * 4
+    assert lengths([0.9] * 4, [7] * 4, 4, SIZES, seconds, 99, fills_first=True) == [1, 1, 1, 1]
+    assert lengths([0.3] * 4, [7] * 4, 4, SIZES, seconds, 99, fills_first=True) == [0] * 4
     at_par = {(4, 4): 1.0, (4, 8): 1.49, (4, 16): 4.0}
-    assert lengths([0.5] * 4, [7] * 4, 4, SIZES, at_par, 99, fills_first=True)[0] == [0] * 4
+    assert lengths([0.5] * 4, [7] * 4, 4, SIZES, at_par, 99, fills_first=True) == [0] * 4
 
 
 def test_no_other_choice_gives_more_tokens_a_second() -> None:
@@ -66,7 +60,7 @@ def test_no_other_choice_gives_more_tokens_a_second() -> None:
             tokens = sum(1 + sum(c**place for place in range(1, n + 1)) for c, n in zip(chances, counts, strict=True))
             return tokens / min(seconds[size] for size in SIZES if size[1] >= len(counts) + sum(counts))
 
-        chosen, _ = lengths(chances, available, num_requests, SIZES, seconds, 99, fills_first=True)
+        chosen = lengths(chances, available, num_requests, SIZES, seconds, 99, fills_first=True)
         assert all(count <= most for count, most in zip(chosen, available, strict=True))
         best = max(rate(counts) for counts in itertools.product(*(range(n + 1) for n in available)))
         assert rate(chosen) >= best / 1.35, "gains below 10% a bucket, and drafts of next to no worth, are left out"
@@ -75,17 +69,10 @@ def test_no_other_choice_gives_more_tokens_a_second() -> None:
 
 def test_a_step_with_drafts_has_to_make_up_for_what_the_host_takes() -> None:
     arguments = [0.4] * 4, [1] * 4, 4, [(8, 8), (8, 16)], {(8, 8): 1.0, (8, 16): 2.0}, 99
-    counts, gain = lengths(*arguments, fills_first=True, host=(1.0, 1.1))
-    assert counts == [1] * 4
-    assert gain == pytest.approx((4 + 1.6) * 2.0 / 4 / 1.1 - 2.1), "the tokens of so much longer a step, and this one"
-    assert lengths(*arguments, fills_first=True, host=(1.0, 1.7)) == ([0] * 4, 0.0)
-    assert lengths([0.05] * 4, *arguments[1:], fills_first=True) == ([0] * 4, 0.0)
-    assert lengths([0.2], [1], 1, [(8, 8)], {(8, 8): 1.0}, 99, fills_first=True)[0] == [1]
-
-
-def test_how_many_drafts_are_right_on_average() -> None:
-    for chance, count in ((0.0, 3), (0.4, 1), (0.9, 7), (1.0, 5)):
-        assert num_expected(chance, count) == pytest.approx(sum(chance**place for place in range(1, count + 1)))
+    assert lengths(*arguments, fills_first=True, host=(1.0, 1.1)) == [1] * 4
+    assert lengths(*arguments, fills_first=True, host=(1.0, 1.7)) == [0] * 4
+    assert lengths([0.05] * 4, *arguments[1:], fills_first=True) == [0] * 4
+    assert lengths([0.2], [1], 1, [(8, 8)], {(8, 8): 1.0}, 99, fills_first=True) == [1]
 
 
 def test_beside_prompts_a_draft_has_to_be_likely() -> None:
@@ -135,20 +122,6 @@ def test_a_proposal_is_compared_with_what_comes_whether_it_was_verified_or_not()
     assert history.chances[2].num_tried == pytest.approx(0.85 * 3 + 1), "of the others nothing is known"
 
 
-def test_a_look_is_of_use_while_looks_save_enough_on_average() -> None:
-    history = History(waits=False, chances=Chances(Chances()))
-    history.look(1.0, 0.03)
-    assert (history.gain, history.num_useless) == (1.0, 0)
-    numbers = []
-    for _ in range(40):
-        history.look(0.0, 0.03)
-        numbers.append(history.num_useless)
-    assert 10 < numbers.count(0) < 30, "one draft of use pays for many looks"
-    assert numbers[-1] == 40 - numbers.count(0)
-    history.look(1.0, 0.03)
-    assert history.num_useless == 0
-
-
 def test_costs_follow_the_steps_and_a_bucket_that_is_not_used_is_tried_again() -> None:
     costs = DecodeCosts([((1, 1), 1.0), ((1, 4), 2.0), ((8, 8), 5.0)], [((1, 1), 0.5), ((1, 4), 1.0)])
     assert costs
@@ -181,13 +154,6 @@ def test_what_the_host_takes_is_known_with_drafts_and_without() -> None:
     assert 0.2 < costs.host(1, has_drafts=True) < 0.2 + (first - 0.2) / 2, "steps with drafts are tried again"
 
 
-def test_looks_of_no_use_become_rare_where_they_take_a_share_of_the_time() -> None:
-    assert [num_skipped(n, 1e-6, 1.0, 0) for n in range(9)] == [0] * 9
-    assert [num_skipped(n, 0.06, 1.0, 0) for n in range(9)] == [0, 1, 3, 7, 15, 15, 15, 15, 15]
-    assert num_skipped(99, 10.0, 1.0, 0) == 63
-    assert num_skipped(99, 0.0, 1.0, 16) == 15
-
-
 # -- In the scheduler
 
 
@@ -208,14 +174,46 @@ class Source:
         self.ended.append(request)
 
 
-def served(num_right: int, per_row: float, overlap: bool = False, one_graph: bool = True) -> tuple[FakeEngine, Source]:
+class Clock:
+    """Pretended: it goes on by what steps and looks take."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(draft_planner.time, "perf_counter", clock)
+    return clock
+
+
+def served(
+    clock: Clock, num_right: int, per_row: float, overlap: bool = False, one_graph: bool = True, look: float = 0.0
+) -> tuple[FakeEngine, Source]:
     """Four requests of 40 tokens, where a step of n rows takes 1 + n x ``per_row``, as measured."""
     source = Source(num_right)
     seconds = [((size, size * n), 1 + size * n * per_row) for size in (1, 4) for n in (1, 2, 4)]
     scheduler = make_scheduler(
         120, source=source, one_graph=one_graph, arguments={"decode_seconds": seconds}, max_num_batched_tokens=64
     )
-    engine = FakeEngine(scheduler, overlap=overlap)
+    engine, buckets = FakeEngine(scheduler, overlap=overlap), buckets_of(scheduler.limits)
+    execute, guess = engine.runner.execute, source.propose
+
+    def timed(output: SchedulerOutput) -> StepResult:
+        bucket = Bucket("tokens", 64, 4) if output.num_tokens > 16 else choose_bucket(buckets, output)
+        taken = 1 + bucket.num_tokens * per_row
+        clock.now += taken
+        return dataclasses.replace(execute(output), bucket=bucket, seconds=taken)
+
+    def propose(requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        clock.now += look
+        return guess(requests, most)
+
+    engine.runner.execute = timed  # type: ignore[method-assign]
+    source.propose = propose  # type: ignore[method-assign]
     requests = add(scheduler, *[make_request(f"{n}", 5, 40) for n in range(4)])
     engine.run()
     for request in requests:
@@ -226,23 +224,30 @@ def served(num_right: int, per_row: float, overlap: bool = False, one_graph: boo
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_right_drafts_are_verified_where_rows_are_cheap_and_not_where_they_are_dear(overlap: bool) -> None:
-    cheap, _ = served(3, 0.01, overlap)
-    dear, _ = served(3, 10.0, overlap)
+def test_right_drafts_are_verified_where_rows_are_cheap_and_not_where_they_are_dear(
+    clock: Clock, overlap: bool
+) -> None:
+    cheap, _ = served(clock, 3, 0.01, overlap)
+    dear, _ = served(clock, 3, 10.0, overlap)
     assert len(cheap.outputs) < 25
     assert cheap.scheduler.counts.num_draft_tokens > 80
     assert dear.scheduler.counts.num_draft_tokens < 12
 
 
-def test_wrong_drafts_are_soon_not_verified_any_more() -> None:
-    engine, source = served(0, 0.2)
+def test_wrong_drafts_are_soon_not_verified_any_more(clock: Clock) -> None:
+    engine, source = served(clock, 0, 0.2)
     assert engine.scheduler.counts.num_draft_tokens < 30
-    assert source.num_asked > 100, "on a CPU, looking costs little"
+    assert source.num_asked > 100, "looking costs nothing here"
 
 
-def test_on_a_gpu_a_request_without_use_for_drafts_does_not_wait_for_its_tokens() -> None:
-    engine, source = served(0, 0.2, overlap=True, one_graph=False)
+def test_looks_that_cost_much_and_find_nothing_soon_end(clock: Clock) -> None:
+    _, source = served(clock, 0, 0.2, look=2.0)
     assert source.num_asked < 40
+
+
+def test_on_a_gpu_a_request_without_use_for_drafts_does_not_wait_for_its_tokens(clock: Clock) -> None:
+    engine, source = served(clock, 0, 0.2, overlap=True, one_graph=False, look=2.0)
+    assert 0 < source.num_asked < 40
     overlapping = sum(any(row >= 0 for row in output.feedback) for output in engine.outputs)
     assert overlapping > 20
 
@@ -259,10 +264,14 @@ def test_a_step_lasts_until_the_next_one_begins_without_looks_and_the_device(mon
 
     guess, source.propose = source.propose, propose  # type: ignore[method-assign]
     scheduler = make_scheduler(
-        60, source=source, arguments={"decode_seconds": [((1, n), 1.0) for n in (1, 2, 4)]}, max_num_seqs=1
+        60,
+        source=source,
+        arguments={"decode_seconds": [((1, n), 1.0) for n in (1, 2, 4)]},
+        max_num_seqs=1,
+        max_model_len=200,
     )
-    (request,) = add(scheduler, make_request("x", 5, 40))
-    tokens, buckets = expected_tokens(request.prompt_token_ids, 60), buckets_of(scheduler.limits)
+    (request,) = add(scheduler, make_request("x", 5, 150))
+    tokens, buckets = expected_tokens(request.prompt_token_ids, 160), buckets_of(scheduler.limits)
     num_drafted = 0
     while scheduler.has_unfinished_requests():
         output = scheduler.schedule()
@@ -275,42 +284,6 @@ def test_a_step_lasts_until_the_next_one_begins_without_looks_and_the_device(mon
     assert num_drafted > 5
     assert scheduler.drafts.costs.host(1, has_drafts=True) == pytest.approx(4.0, rel=0.1)
     assert scheduler.counts.draft_seconds == pytest.approx(0.25 * source.num_asked)
-
-
-def network_planner() -> tuple[Scheduler, DraftPlanner]:
-    seconds = tuple(((size, size * length), 1.0) for size in (1, 2, 4) for length in (1, 2, 4))
-    scheduler = make_scheduler(20, source=WorkerDrafts(3, adapts=True), arguments={"decode_seconds": seconds})
-    assert scheduler.drafts is not None
-    return scheduler, scheduler.drafts
-
-
-def test_what_a_network_takes_is_that_of_steps_in_which_it_drafts() -> None:
-    _, planner = network_planner()
-    bucket = Bucket("decode", 1, 1)
-    for drafts, seconds in ((((1, 2, 3),), 0.5), (None, 0.001), (None, 0.001)):
-        planner.record(StepResult(bucket, (1,), seconds=1.5, draft_token_ids=drafts, draft_seconds=seconds), 1, 0)
-    assert planner._network_seconds == {1: 0.5}
-
-
-@pytest.mark.parametrize(("useless", "skipped"), [(0, 0), (1, 0), (4, 7), (50, 63)])
-def test_a_request_begins_with_what_a_network_was_worth_to_the_last_one(useless: int, skipped: int) -> None:
-    scheduler, planner = network_planner()
-    last, following = add(scheduler, make_request("x", 5, 24), make_request("y", 5, 24))
-    planner.takes_drafts(last)
-    planner._histories[last].num_useless = useless
-    planner.end(last)
-    assert planner.takes_drafts(following)
-    assert planner._histories[following].num_skipped == skipped
-
-
-def test_looks_are_of_no_use_where_few_tokens_come_of_drafts() -> None:
-    _, planner = network_planner()
-    for _ in range(100):
-        planner.record(StepResult(Bucket("decode", 4, 4), (1,) * 4, seconds=1.0), 4, 0)
-    assert planner._share < draft_planner._LEAST_SHARE
-    for _ in range(10):
-        planner.record(StepResult(Bucket("decode", 8, 4), (1,) * 8, seconds=1.0), 4, 4)
-    assert planner._share > draft_planner._LEAST_SHARE
 
 
 @pytest.mark.parametrize(("length", "num_wrong", "num_right"), [(40, 12, 16), (100, 3, 8)])

@@ -138,3 +138,45 @@ def test_tokens_of_a_tree_go_where_their_keys_go() -> None:
     rows = store.update(later)
     coverage.begin_step(later, rows, store)
     assert list(coverage.tokens(int(rows[0]), 0, 8)) == [0, 1, 2, 3, 4, 6, 7, 8]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("moves_a_block", [False, True])
+def test_steps_that_are_skipped_until_something_else_happens_are_entered_as_one_by_one(moves_a_block: bool) -> None:
+    """Also those in which a request gets its next block; not one that has another block for tokens that it has."""
+    names, prompts = (RequestId("a"), RequestId("b")), ([1, 2, 3], [4, 5, 6, 7, 8])
+    blocks = [1, 2, 3, 4], [5, 6, 7, 8]
+    found = []
+    for skips in (True, False):
+        coverage, store = DraftCoverage(LIMITS, BLOCKS, HOST_BLOCKS), RequestRows(LIMITS, 100)
+        num_skipped = 0
+        for number in range(10):
+            first = number == 0
+            counts = tuple(map(len, prompts)) if first else (1, 1)
+            starts = (0, 0) if first else tuple(len(prompt) + number - 1 for prompt in prompts)
+            sent = [tuple(own[: -(-len(prompt) // SIZE)]) for own, prompt in zip(blocks, prompts, strict=True)]
+            updates = [(name, 0, own) for name, own in zip(names, sent, strict=True)] if first else []
+            for name, own, start in zip(names, blocks, starts, strict=True):
+                if not first and start % SIZE == 0:
+                    updates.append((name, start // SIZE, (own[start // SIZE],)))
+            if moves_a_block and number == 4:
+                updates.append((names[0], 1, (9,)))  # where its token at position 4 is
+            output = SchedulerOutput(
+                request_ids=names, num_scheduled_tokens=counts, num_computed_tokens=starts, num_samples=(1, 1),
+                feedback=(-1, -1), token_ids=(*prompts[0], *prompts[1]) if first else (10 + number, 20 + number),
+                admissions=tuple(map(started, names, prompts, ([], []))) if first else (),
+                table_updates=tuple(updates), drafts_next=number == 9,
+            )  # fmt: skip
+            is_skipped = skips and coverage.skip(output, store)
+            num_skipped += is_skipped
+            rows = store.update(output)
+            if not is_skipped:
+                coverage.begin_step(output, rows, store)
+                ends = np.array(starts) + counts
+                if number == 9:
+                    covered = coverage.num_covered(rows, np.array(starts), store)
+                    texts = [coverage.tokens(int(row), 0, start) for row, start in zip(rows, starts, strict=True)]
+                    found.append((covered.tolist(), [text.tolist() for text in texts if text is not None]))
+                coverage.end_step(rows, np.array(starts), ends, np.array([first, first]), store)
+        assert num_skipped == (0 if not skips else 7 if moves_a_block else 8)
+    assert found[0] == found[1]
+    assert found[0][1][0] == [1, 2, 3, *range(11, 19)]

@@ -1,0 +1,167 @@
+"""DraftAccount: what drafts have saved and lost, and so whether more are looked for. Plain Python.
+
+Its unit is the time that a plain step takes, in which nothing is looked for or drafted, as a user waits for it: from
+its beginning to that of the next one. Each step with drafts, with a look for some or with the work of a network enters
+what it saved or lost. Every step enters a small share of itself besides: that much may be lost. While the account is
+empty, nothing is looked for. Steps of about as many requests have an account of their own, greedy and sampled: what
+pays for one request need not for many.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from compiled_llm.scheduling.costs import moved
+
+SHARE = 0.0075  # of all steps, that may be lost
+MOST = 8.0  # steps that an account has at most, and at the start
+MOST_RESTED = 16  # steps
+_LEAST_KNOWN = 3  # plain steps before anything is looked for
+# After so many steps without a plain one, steps in which a look found nothing stand in; after so many there are two.
+_STALE, _TOO_OLD = 64, 128
+# A step moves the average of those like it by this share, at first by more, and counts as so many times that at most.
+_LEAST_WEIGHT, _MOST_TIMES = 0.1, 2.0
+
+# Of a step: its requests, a power of two or fewer than that, and whether some request is not greedy.
+Kind = tuple[int, bool]
+
+
+class DoneStep(NamedTuple):
+    """A step in a decode bucket.
+
+    Attributes:
+        kind: of it.
+        bucket: its requests and tokens.
+        has_drafts: whether it verified some.
+        seconds: from its beginning to that of the next one, without those of ``looked`` and ``network``.
+        looked: seconds in looking for drafts.
+        network: seconds in which a network drafted behind it.
+        reads: whether this network had not drafted behind the step before: it read all tokens that it lacked.
+        gained: by how many tokens drafts have shortened what is to be computed.
+    """
+
+    kind: Kind
+    bucket: tuple[int, int]
+    has_drafts: bool
+    seconds: float
+    looked: float = 0.0
+    network: float = 0.0
+    reads: bool = False
+    gained: float = 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        return not (self.has_drafts or self.looked or self.network)
+
+
+@dataclasses.dataclass(slots=True)
+class _Steps:
+    """The account of steps of one kind.
+
+    Attributes:
+        plain: seconds of a plain step; an average, as all seconds here. A step counts as the average of those like it,
+            so that a single slow one does not matter much.
+        num_plain: how many there were, but for those right behind other steps: these write all buffers anew.
+        follows_plain: whether the last step was plain.
+        age: steps since the last plain one that counted.
+        balance: plain steps that may be lost.
+        with_reading: the same, where what a network takes to read prompts, and what else it lacks, has been lost as
+            well. So a network that was worth it reads the next request, and one that has read a request goes on as
+            long as its drafts save more than they take.
+        others: seconds of other steps and how many there were, by their bucket and whether they have drafts. The first
+            may be slow for no reason that stays, so a plain one counts as one of them.
+        look, network: seconds of a look, and of a network that lacked nothing.
+    """
+
+    plain: float
+    num_plain: int = 0
+    follows_plain: bool = False
+    age: int = 0
+    balance: float = MOST
+    with_reading: float = MOST
+    others: dict[tuple[tuple[int, int], bool], tuple[float, int]] = dataclasses.field(default_factory=dict)
+    look: float = 0.0
+    network: float = 0.0
+
+    def add(self, saved: float, reading: float = 0.0) -> None:
+        self.balance = min(MOST, self.balance + saved)
+        self.with_reading = min(MOST, self.with_reading + saved - reading)
+
+    def enter(self, step: DoneStep) -> None:
+        """A step that is not plain."""
+        key = step.bucket, step.has_drafts
+        seconds, count = self.others.get(key, (self.plain, 1))
+        weight = max(_LEAST_WEIGHT, 1.0 / (count + 1))
+        seconds += weight * (min(step.seconds, _MOST_TIMES * seconds) - seconds)
+        self.others[key] = seconds, count + 1
+        saved = step.gained * self.plain - max(0.0, seconds - self.plain)
+        reading = 0.0
+        if step.looked:
+            self.look = moved(self.look or step.looked, step.looked)
+            saved -= self.look
+        if step.network and step.reads:
+            reading = max(0.0, step.network - self.network)  # it takes longer for a long prompt: no average
+            saved -= step.network - reading
+        elif step.network:
+            self.network = moved(self.network or step.network, step.network)
+            saved -= self.network
+        self.add(SHARE + saved / self.plain, reading / self.plain)
+
+
+class DraftAccount:
+    """Whether to look for drafts.
+
+    Args:
+        one_graph: whether a step without drafts takes as long where somebody looks for some: on a GPU a look keeps the
+            next step from starting while this one runs.
+    """
+
+    def __init__(self, *, one_graph: bool) -> None:
+        self._one_graph = one_graph
+        self._steps: dict[Kind, _Steps] = {}
+
+    def looks(self, kind: Kind, *, goes_on: bool) -> bool:
+        """Whether the next step, of this kind, looks for drafts or has a network make some.
+
+        ``goes_on``: whether that network has drafted behind the last step, so that it lacks little.
+        """
+        steps = self._steps.get(kind)
+        if steps is None or steps.num_plain < _LEAST_KNOWN or steps.balance <= 0.0:
+            return False
+        if steps.with_reading <= 0.0:  # no plain step in between: the network would have to read again
+            return goes_on
+        return steps.age < _TOO_OLD
+
+    def rest(self, kind: Kind) -> int:
+        """How many plain steps of a kind follow that need not be entered: they are now."""
+        steps = self._steps.get(kind)
+        if steps is None or steps.num_plain < _LEAST_KNOWN:
+            return 0
+        count = min(MOST_RESTED, int(-min(steps.balance, steps.with_reading) / SHARE))
+        if count <= 0:
+            return 0
+        steps.follows_plain = True
+        steps.add(SHARE * count)
+        return count
+
+    def enter(self, step: DoneStep) -> None:
+        """A step is over."""
+        steps = self._steps.get(step.kind)
+        if step.is_plain:
+            if steps is None:
+                steps = self._steps[step.kind] = _Steps(step.seconds)
+            if steps.follows_plain:
+                steps.plain = moved(steps.plain, step.seconds)
+                steps.num_plain, steps.age = steps.num_plain + 1, 0
+            steps.follows_plain = True
+            steps.add(SHARE)
+        elif steps is not None and steps.plain > 0.0:
+            steps.age, steps.follows_plain = steps.age + 1, False
+            steps.enter(step)
+            if steps.age >= _STALE and self._one_graph and not (step.has_drafts or step.network):
+                steps.plain, steps.age = moved(steps.plain, step.seconds), _STALE
+
+    def enter_reading(self, kind: Kind, seconds: float) -> None:
+        """A network took ``seconds`` behind a step that computes prompts. ``kind``: of steps that follow."""
+        steps = self._steps.get(kind)
+        if steps is not None and steps.plain > 0.0:
+            steps.add(0.0, seconds / steps.plain)

@@ -1,0 +1,188 @@
+"""What drafts may cost: an account of steps, on a pretended clock."""
+
+import random
+
+import pytest
+
+from compiled_llm.scheduling.draft_account import MOST, MOST_RESTED, SHARE, DoneStep, DraftAccount, Kind
+
+ONE: Kind = (1, False)
+BUCKET = (1, 1)
+PLAIN = 0.5  # seconds
+
+
+class Run:
+    """Steps of a method that is asked for drafts as often as the account says.
+
+    Attributes:
+        seconds, plain_seconds: that all steps took, and would have taken without drafts for as many tokens.
+        looked: of each step, whether there was a look.
+    """
+
+    def __init__(self, account: DraftAccount | None = None, kind: Kind = ONE, noise: float = 0.0) -> None:
+        self.account, self.kind = account or DraftAccount(one_graph=True), kind
+        self.rng, self.noise = random.Random(0), noise
+        self.seconds = self.plain_seconds = 0.0
+        self.looked: list[bool] = []
+
+    def steps(self, count: int, *, look: float = 0.0, drafts: float = 0.0, gained: float = 0.0) -> list[bool]:
+        """So many steps, of which those with a look take ``look + drafts`` longer and gain so many tokens."""
+        start = len(self.looked)
+        while len(self.looked) < start + count:
+            looks = self.account.looks(self.kind, goes_on=True)
+            if not looks and (rest := self.account.rest(self.kind)):
+                self.looked += [False] * rest
+                self.seconds += PLAIN * rest
+                self.plain_seconds += PLAIN * rest
+                continue
+            took = PLAIN * self.rng.lognormvariate(0.0, self.noise)
+            step = DoneStep(self.kind, BUCKET, has_drafts=False, seconds=took)
+            if looks:
+                step = step._replace(has_drafts=True, seconds=took + drafts, looked=look, gained=gained)
+            self.account.enter(step)
+            self.seconds += step.seconds + step.looked
+            self.plain_seconds += PLAIN * (1.0 + step.gained)
+            self.looked.append(looks)
+        return self.looked[start:]
+
+    @property
+    def lost(self) -> float:
+        """Plain steps."""
+        return (self.seconds - self.plain_seconds) / PLAIN
+
+
+@pytest.mark.parametrize(("look", "drafts"), [(0.01, 0.0), (0.02, 0.2), (2.0, 0.5)])
+def test_what_never_pays_loses_the_share_and_what_there_was_at_the_start(look: float, drafts: float) -> None:
+    run = Run()
+    run.steps(4000, look=look, drafts=drafts)
+    of_one, unknown = (look + drafts) / PLAIN, 3 * drafts / PLAIN  # at first such steps are taken for faster ones
+    assert run.lost <= MOST + SHARE * 4000 + of_one + unknown
+    assert run.lost >= 0.9 * SHARE * 4000, "what may be lost is used to find out whether it pays by now"
+
+
+def test_what_pays_is_looked_for_in_every_step_but_one_of_many() -> None:
+    run = Run()
+    looked = run.steps(1000, look=0.02, drafts=0.1, gained=0.5)
+    assert not any(looked[:4]), "nothing is known yet"
+    assert sum(looked) >= 1000 - 4 - 2 * 1000 // 100
+    assert run.lost < -200
+
+
+def test_a_method_that_pays_is_not_kept_from_it_by_noise() -> None:
+    run = Run(noise=0.3)
+    looked = run.steps(2000, look=0.01, drafts=0.05, gained=0.4)
+    assert sum(looked) >= 2000 - 4 - 2 * 2000 // 100
+
+
+def test_what_stopped_paying_is_soon_left_and_what_began_to_pay_is_found() -> None:
+    run = Run()
+    run.steps(500, look=0.02, drafts=0.1, gained=1.0)
+    before = run.lost
+    looked = run.steps(400, look=0.02, drafts=0.1)
+    assert run.lost - before <= MOST + SHARE * 400 + 0.3
+    assert sum(looked[100:]) < 20
+    again = run.steps(300, look=0.02, drafts=0.1, gained=1.0)
+    assert again.index(True) < 40
+    assert sum(again[60:]) >= 234
+
+
+def test_a_single_slow_step_does_not_matter_much() -> None:
+    run = Run()
+    run.steps(50)
+    account = run.account
+    slow = DoneStep(ONE, BUCKET, has_drafts=True, seconds=100 * PLAIN, looked=0.01, gained=0.0)
+    account.enter(slow)
+    assert account.looks(ONE, goes_on=True), "it counts as the average, which it moved by a tenth"
+    for _ in range(20):
+        account.enter(slow)
+    assert not account.looks(ONE, goes_on=True), "but many do"
+
+
+def test_a_slow_plain_step_makes_no_step_with_drafts_a_saving_one() -> None:
+    run = Run()
+    run.steps(50)
+    run.account.enter(DoneStep(ONE, BUCKET, has_drafts=False, seconds=100 * PLAIN))
+    looked = run.steps(400, look=0.02, drafts=0.1)
+    assert sum(looked[200:]) < 20
+
+
+def test_where_nothing_is_gained_nothing_is_saved_however_fast_such_steps_are() -> None:
+    run = Run()
+    run.steps(50)
+    for _ in range(400):
+        run.account.enter(DoneStep(ONE, BUCKET, has_drafts=True, seconds=PLAIN / 2, looked=0.1 * PLAIN))
+    assert not run.account.looks(ONE, goes_on=True)
+
+
+def test_steps_of_another_kind_have_an_account_of_their_own() -> None:
+    run = Run()
+    run.steps(300, look=0.5)
+    other = Run(run.account, (4, True))
+    assert other.steps(40, look=0.02, gained=1.0)[4:] == [True] * 36
+    assert not run.account.looks(ONE, goes_on=True)
+
+
+def test_a_network_that_was_not_worth_reading_a_prompt_reads_no_other_for_long() -> None:
+    run = Run()
+    run.steps(5)
+    account = run.account
+    assert account.looks(ONE, goes_on=False)
+    network = DoneStep(ONE, BUCKET, has_drafts=True, seconds=PLAIN, network=0.1, gained=0.3)
+    account.enter(network)
+    account.enter(network._replace(network=0.1 + 20 * PLAIN, reads=True))
+    assert not account.looks(ONE, goes_on=False)
+    assert account.looks(ONE, goes_on=True), "it has read this one, and saves more than it takes"
+    num_rested = 0
+    while not account.looks(ONE, goes_on=False):
+        num_rested += account.rest(ONE)
+        account.enter(DoneStep(ONE, BUCKET, has_drafts=False, seconds=PLAIN))
+        num_rested += 1
+    assert num_rested == pytest.approx((20 - MOST) / SHARE, rel=0.05)
+
+
+def test_a_network_that_was_worth_it_reads_the_next_prompt() -> None:
+    run = Run()
+    run.steps(5)
+    account = run.account
+    network = DoneStep(ONE, BUCKET, has_drafts=True, seconds=PLAIN, network=0.1, gained=0.8)
+    account.enter(network)
+    for _ in range(3):
+        account.enter_reading(ONE, 20 * PLAIN)
+        assert not account.looks(ONE, goes_on=False)
+        for _ in range(60):
+            if account.looks(ONE, goes_on=True):
+                account.enter(network)
+            else:
+                assert account._steps[ONE].with_reading > 0, "a plain step, where it need not read again"
+                account.enter(DoneStep(ONE, BUCKET, has_drafts=False, seconds=PLAIN))
+        assert account.looks(ONE, goes_on=False)
+
+
+def test_a_wrong_network_is_left_though_it_has_read_the_prompt() -> None:
+    run = Run()
+    run.steps(5)
+    num_steps = 0
+    while run.account.looks(ONE, goes_on=True):
+        run.account.enter(DoneStep(ONE, BUCKET, has_drafts=True, seconds=PLAIN, network=PLAIN))
+        num_steps += 1
+    assert num_steps == pytest.approx(MOST, abs=1)
+
+
+def test_steps_that_rest_are_as_many_as_the_account_lacks() -> None:
+    run = Run()
+    account = run.account
+    assert account.rest(ONE) == 0, "nothing is known"
+    run.steps(5)
+    assert account.rest(ONE) == 0, "it may look"
+    account.enter(DoneStep(ONE, BUCKET, has_drafts=False, seconds=PLAIN, looked=(MOST + 20 * SHARE) * PLAIN))
+    assert [account.rest(ONE), account.rest(ONE), account.rest(ONE)] == [MOST_RESTED, 19 - MOST_RESTED, 0]
+
+
+@pytest.mark.parametrize(("one_graph", "expected"), [(True, 2 * PLAIN), (False, PLAIN)])
+def test_steps_that_found_nothing_stand_in_for_plain_ones_on_a_cpu(one_graph: bool, expected: float) -> None:
+    account = DraftAccount(one_graph=one_graph)
+    for _ in range(5):
+        account.enter(DoneStep(ONE, BUCKET, has_drafts=False, seconds=PLAIN))
+    for _ in range(120):
+        account.enter(DoneStep(ONE, BUCKET, has_drafts=False, seconds=2 * PLAIN, looked=1e-6))
+    assert account._steps[ONE].plain == pytest.approx(expected, rel=0.05)
