@@ -257,6 +257,11 @@ def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return (_huge(size) if size >= _HUGE_PAGE else _PAGES.take(size)).view(dtype).view(shape)
 
 
+def zeros_on(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """``huge_zeros`` on a CPU, on any other device torch's own."""
+    return huge_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+
+
 def _huge(size: int) -> torch.Tensor:
     """So many zeros in huge pages of their own."""
     memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

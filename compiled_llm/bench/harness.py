@@ -180,7 +180,7 @@ def limit_runs(device: str, dtype: torch.dtype, matmul_size: int | None = None) 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
     """A zeroed tensor where the engine would have it: in huge pages on a CPU."""
-    return native.huge_zeros(shape, dtype) if device == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+    return native.zeros_on(torch.device(device), shape, dtype)
 
 
 def prepared(job: Callable[[Any], object], todo: Mapping[str, Any], processes: int, seconds: float) -> list[str]:

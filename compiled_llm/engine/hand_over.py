@@ -40,7 +40,7 @@ def hand_over(
 
 
 def token_key(
-    config: EngineConfig, model_config: ModelConfig, device: torch.device, num_threads: int, tokenizer: str
+    config: EngineConfig, model_config: ModelConfig, device: torch.device, num_threads: int, tokenizer: bytes
 ) -> str:
     """Of all that tokens and their texts depend on besides their request: engines with the same key give the same.
 

@@ -312,7 +312,7 @@ def _started(engine: CompiledEngine, config: EngineConfig) -> Started:
     directory = checkpoint_directory(config)
     limits, capacity = engine.runner.limits, engine.scheduler.request_capacity
     parts = None if engine.tokenizer is None else engine.tokenizer.parts
-    text = "" if parts is None else parts.backend
+    tokenizer = b"" if parts is None else parts.backend
     return Started(
         version=VERSION,
         tokenizer=parts,
@@ -326,7 +326,7 @@ def _started(engine: CompiledEngine, config: EngineConfig) -> Started:
         max_loras=limits.max_loras,
         device=engine.runner.device.type,
         sampling=suggested_sampling(directory),
-        token_key=token_key(config, engine.model_config, engine.runner.device, engine.runner.num_threads, text)
+        token_key=token_key(config, engine.model_config, engine.runner.device, engine.runner.num_threads, tokenizer)
         if os.environ.get(KV_KEY_VARIABLE)
         else "",
     )

@@ -168,8 +168,7 @@ def allocate_features(shape: tuple[int, int, int], dtype: torch.dtype, device: t
 
 
 def _zeros(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, size: DynamicSize) -> Tensor:
-    on_cpu = device.type == "cpu"
-    tensor = native.huge_zeros(shape, dtype) if on_cpu else torch.zeros(shape, dtype=dtype, device=device)
+    tensor = native.zeros_on(device, shape, dtype)
     # Unguarded: another cache at another address is no reason to compile, only to record CUDA graphs again.
     mark_static_address(tensor, guard=False)
     mark_dynamic_size(tensor, 0, size)

@@ -219,7 +219,7 @@ class Tokenizer:
         ]
 
     def _with_stand_ins(self) -> Backend:
-        backend = _parsed(self._backend.to_str(), self._directory)
+        backend = _parsed(self._backend.to_str().encode(), self._directory)
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True  # what a text spells stays text
@@ -244,13 +244,13 @@ class Tokenizer:
                 break
 
 
-def _parsed(content: str, directory: Path) -> Backend:
+def _parsed(content: bytes, directory: Path) -> Backend:
     """The backend of ``directory`` that the library wrote as ``content``.
 
     It may refuse what it wrote itself: of two words with one id it keeps either, and a merge may need the other.
     """
     try:
-        backend = Backend.from_str(content)
+        backend = Backend.from_buffer(content)
     except BaseException as error:
         raise library_error(f"be made of {directory / 'tokenizer.json'}", error) from error
     release_freed_memory()  # three times what the backend keeps: 320 MiB of 262,144 tokens

@@ -20,6 +20,7 @@ from compiled_llm.compiling.cuda_graphs import begin_step_of_trees
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.linears.vocabulary import VocabularyRows
+from compiled_llm.ops import native
 from compiled_llm.ops.pinned import on_device
 from compiled_llm.ops.torch_private import mark_static_address
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
@@ -138,8 +139,9 @@ class SamplingStage:
             **own,
         }
         self._functions: dict[str, CompiledFunction] = {}
-        # [max_num_seqs + 1, V or the rank's] float32; the last row is for padding.
-        self._token_counts = torch.zeros(limits.max_num_seqs + 1, self._width("sample_changed"), device=device)
+        # [max_num_seqs + 1, V or the rank's] float32; the last row is for padding. Few requests count tokens.
+        width = self._width("sample_changed")
+        self._token_counts = native.zeros_on(device, (limits.max_num_seqs + 1, width), torch.float32)
         mark_sizes(self._token_counts, self._sizes.most_requests, self._sizes.vocabulary)
         mark_static_address(self._token_counts)
         draft_rows = None if not most_drafts else TreeRows if limits.has_draft_trees else DraftRows

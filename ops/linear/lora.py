@@ -44,8 +44,7 @@ class LoraWeights(NamedTuple):
         most = -(-rank // TILE) * TILE
         starts = torch.tensor([0, *parts]).cumsum(0, dtype=torch.int32)
         shapes = (num_slots, len(parts), most, in_features), (num_slots, sum(map(_tiles, parts)), most, TILE)
-        on_cpu = device.type == "cpu"
-        a, b = (native.huge_zeros(s, dtype) if on_cpu else torch.zeros(s, dtype=dtype, device=device) for s in shapes)
+        a, b = (native.zeros_on(device, shape, dtype) for shape in shapes)
         return cls(
             a,
             b,

@@ -74,7 +74,7 @@ def test_what_the_library_wrote_and_does_not_read_is_named(directory: Path) -> N
     content = json.loads(parts.backend)
     del content["model"]["vocab"]["a"]
     with pytest.raises(ValueError, match=r"the tokenizer cannot be made of .*tokenizer\.json: Exception: "):
-        Tokenizer(directory, parts._replace(backend=json.dumps(content)))
+        Tokenizer(directory, parts._replace(backend=json.dumps(content).encode()))
 
 
 def test_streamed_text_grows_and_ends_as_the_whole(tokenizer: Tokenizer) -> None:
