@@ -1,6 +1,7 @@
 """DraftPlanner: which drafts a step verifies. Plain Python."""
 
 import functools
+import itertools
 import time
 from collections.abc import Sequence
 
@@ -51,9 +52,12 @@ class DraftPlanner:
         self._of_all = Chances()
         # Whether the step that is being planned may look for drafts, or have a network make some.
         self.account, self._pays = DraftAccount(one_graph=limits.mixes_lens), True
-        self._rests, self._num_rests = False, 0  # whether the step is one that rests, and how many follow that do
-        self._keeps_waiting = False  # whether requests may wait for tokens though nothing is looked for
+        # Whether the step that is being planned rests, which is neither looked in nor measured, and how many follow.
+        self._rests, self._num_rests = False, 0
+        # Whether requests may wait for their tokens for drafts alone. Where nothing is looked for, they are let go.
+        self._keeps_waiting = False
         self._kind: Kind = 1, False  # of the step that was planned last
+        self._computes_prompts = False  # whether the step that is done did
         # When the step that was planned last began, how much of it was looking, whether a network was to draft behind
         # it and behind the one before; and once it is done what it was.
         self._began, self._looked = 0.0, 0.0
@@ -71,6 +75,8 @@ class DraftPlanner:
         takes = request.max_num_tokens - len(request.prompt_token_ids) > 1
         if takes and self._adapts:
             self._histories[request] = History(request.waits_for_tokens, Chances(self._of_all))
+            if self._num_rests:
+                self.account.end_rest(self._kind, self._num_rests)
             self._keeps_waiting, self._num_rests = True, 0
         return takes
 
@@ -97,6 +103,8 @@ class DraftPlanner:
         if self._adapts:
             self._rests = self._num_rests > 0 or not self._histories
             self._num_rests = max(0, self._num_rests - 1)
+            if self._rests:  # what was noted of the last step would be taken for news once steps are measured again
+                self._done, self._drafts_next = None, False
         return self._rests
 
     def propose(self, most: int, beside_prompts: bool) -> None:
@@ -141,12 +149,23 @@ class DraftPlanner:
 
     def _choose(self) -> bool:
         """Whether the step that is about to be planned looks for drafts."""
-        if running := len(self.running_set.running):
-            self._kind = 1 << (running - 1).bit_length(), self._samples()
-        self._drafted_before = self._drafts_next
-        self._pays = self.account.looks(self._kind, goes_on=self._of_worker is None or self._drafts_next)
+        self._kind = self._next_kind()
+        # A network that has drafted for requests that ended since has to read others from their beginning.
+        running = self.running_set.running
+        self._drafted_before = self._drafts_next and any(request.takes_drafts for request in running)
+        self._pays = self.account.looks(self._kind, goes_on=self._of_worker is None or self._drafted_before)
         # What a network has drafted already costs little to verify.
-        return self._pays or (self._of_worker is not None and self._drafts_next)
+        return self._pays or (self._of_worker is not None and self._drafted_before)
+
+    def _next_kind(self) -> Kind:
+        """Of decode steps that come. While prompts are computed, those that wait are taken to come in, too."""
+        requests = self.running_set.running
+        if self._computes_prompts or not requests:
+            left = max(0, self.limits.max_num_seqs - len(requests))
+            requests = [*requests, *itertools.islice(self.running_set.waiting, left)]
+        if not requests:
+            return self._kind
+        return 1 << (len(requests) - 1).bit_length(), _samples(requests)
 
     def _let_go(self) -> None:
         """Nothing is looked for: no request need wait for its tokens, but for those whose drafts are verified."""
@@ -183,6 +202,8 @@ class DraftPlanner:
         A request gets blocks for what may be drafted then, as far as some are free.
         """
         if self._rests or self._num_rests:
+            if self._rests and self._histories and not requests:  # all are in flight: it is no step that rests
+                self._num_rests += 1
             return
         if not requests:  # all that can run is in flight: the step of before goes on
             self._began, self._looked, self._drafted_before = self._of_last
@@ -218,14 +239,15 @@ class DraftPlanner:
         """A step of so many requests is done, of whose drafts so many were accepted."""
         bucket, drafting, counts = result.bucket, result.draft_seconds, self.running_set.counts
         counts.draft_seconds += drafting
+        self._computes_prompts = bucket.kind != "decode"
         if not self.costs or self._rests or self._num_rests:
             return
-        if bucket.kind != "decode":
+        if self._computes_prompts:
             if drafting:
-                self.account.enter_reading(self._kind, drafting)
+                self.account.enter_reading(self._next_kind(), drafting)
             return
         size, seconds, costs = bucket.num_requests, result.seconds - drafting, self.costs
-        samples = self._kind[1] if self._adapts else self._samples()
+        samples = self._kind[1] if self._adapts else _samples(self.running_set.running)
         costs.record(size, bucket.num_tokens, seconds, samples)
         has_drafts = len(result.sampled_token_ids) > num_requests
         if has_drafts and (size, size) in costs.device(samples):
@@ -257,16 +279,14 @@ class DraftPlanner:
         others_wait = len(self.running_set.waiting) + self.running_set.prefix_cache.num_held_back
         return gained if num_requests == 1 or others_wait else _WORTH_OF_SEVERAL * gained
 
-    def _samples(self) -> bool:
-        """Whether some running request is not greedy."""
-        return any(request.sampling_params.temperature for request in self.running_set.running)
-
     def end(self, request: Request) -> None:
         """A request has ended."""
         history = self._histories.pop(request, None)
         if history is not None:
             history.compare(request.output_token_ids, self._of_all)
         self.proposed.pop(request, None)
+        if not self.running_set.running:  # nobody knows when the next step begins
+            self._done = None
         self.source.end(request)
 
     def _may_draft(self, request: Request) -> bool:
@@ -335,3 +355,8 @@ class DraftPlanner:
         return lengths(
             chances, available, num_requests, sizes, seconds, most, fills_first=fills, host=host, nodes=nodes
         )
+
+
+def _samples(requests: Sequence[Request]) -> bool:
+    """Whether some of them is not greedy."""
+    return any(request.sampling_params.temperature for request in requests)
