@@ -54,6 +54,7 @@ class DraftPlanner:
         self.account, self._pays = DraftAccount(one_graph=limits.mixes_lens), True
         # Whether the step that is being planned rests, which is neither looked in nor measured, and how many follow.
         self._rests, self._num_rests = False, 0
+        self._rested = False  # whether the last plan that gave a step was one of these
         # Whether requests may wait for their tokens for drafts alone. Where nothing is looked for, they are let go.
         self._keeps_waiting = False
         self._kind: Kind = 1, False  # of the step that was planned last
@@ -201,12 +202,15 @@ class DraftPlanner:
 
         A request gets blocks for what may be drafted then, as far as some are free.
         """
-        if self._rests or self._num_rests:
-            if self._rests and self._histories and not requests:  # all are in flight: it is no step that rests
-                self._num_rests += 1
-            return
         if not requests:  # all that can run is in flight: the step of before goes on
-            self._began, self._looked, self._drafted_before = self._of_last
+            if not self._rests:
+                self._began, self._looked, self._drafted_before = self._of_last
+            elif self._histories:
+                self._num_rests += 1
+            self._rests |= self._rested
+            return
+        self._rested = self._rests
+        if self._rests or self._num_rests:
             return
         if self._of_worker is None:
             return

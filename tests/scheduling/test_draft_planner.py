@@ -135,6 +135,36 @@ def test_requests_one_after_another_do_not_get_shares_of_steps_that_did_not_rest
     assert 0.5 * source.num_looks >= MOST + 0.6 * SHARE * server.num_steps, "and looks go on"
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_plans_without_a_step_do_not_rest(waits: bool) -> None:
+    """Where the host has to know each token, every second plan finds that all requests are in flight."""
+    source = Looks(Server, 0.5)
+    scheduler = make_scheduler(
+        400,
+        source=source,
+        one_graph=False,
+        arguments={"decode_seconds": [((1, 1), 1.0), ((1, 4), 1.0)]},
+        max_num_seqs=1,
+        max_model_len=800,
+    )
+    engine = FakeEngine(scheduler, overlap=True)
+    execute = engine.runner.execute
+
+    def timed(output: SchedulerOutput) -> StepResult:
+        Server.now += 1.0
+        return dataclasses.replace(execute(output), bucket=Bucket("decode", 1, 1), seconds=1.0)
+
+    engine.runner.execute = timed  # type: ignore[method-assign]
+    request = make_request("x", 1, 700)
+    request.waits_for_tokens = waits
+    add(scheduler, request)
+    engine.run()
+    assert 0.5 * source.num_looks <= MOST + SHARE * len(engine.outputs) + 0.5
+    assert 0.5 * source.num_looks >= MOST + 0.9 * SHARE * len(engine.outputs)
+    num_overlapping = sum(any(row >= 0 for row in output.feedback) for output in engine.outputs)
+    assert num_overlapping == 0 if waits else num_overlapping > 0.9 * len(engine.outputs)
+
+
 def test_a_network_whose_reading_does_not_pay_does_not_read_each_new_prompt() -> None:
     """Though its drafts do pay, once a prompt is read, and it had drafted behind the last step of all."""
     server = Server(WorkerDrafts(3, adapts=True), drafting=0.1, reading=40.0)
