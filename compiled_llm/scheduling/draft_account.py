@@ -1,14 +1,14 @@
 """DraftAccount: what drafts have saved and lost, and so whether more are looked for. Plain Python.
 
-Its unit is the time that a plain step takes, in which nothing is looked for or drafted, as a user waits for it: from
-its beginning to that of the next one. Each step with drafts, with a look for some or with the work of a network enters
-what it saved or lost. Every step enters a small share of itself besides: that much may be lost. While the account is
-empty, nothing is looked for. Steps of about as many requests have an account of their own, greedy and sampled: what
-pays for one request need not for many.
+Its unit is a *plain* step, in which nothing is looked for or drafted. It lasts from its beginning to that of the next
+one, which is what a user waits for. Each other step enters what it saved or lost: one with drafts, with a look for
+some, or behind which a network of the worker drafts. Each step of any kind enters a small share of a plain one besides:
+that much may be lost. While the account is empty, nothing is looked for. Steps of about as many requests have an
+account of their own, greedy ones and others: what pays for one request need not for many.
 
-All of it is in the seconds of the machine as it is now, which may become slower or faster. So behind steps that are not
-plain, as many plain ones are measured before the account is relied on to stay empty; and of those that follow, most
-*rest*: they are neither measured nor entered one by one, which would cost more than there is to learn.
+A machine becomes slower and faster, and while every step has drafts nobody sees what plain ones take by now. So after
+other steps, as many plain ones are measured, up to 16. Of those that follow most *rest*: nothing of them is measured,
+and their shares are entered all at once, since measuring a step takes time, too.
 """
 
 import dataclasses
@@ -18,11 +18,12 @@ from compiled_llm.scheduling.costs import moved
 
 SHARE = 0.0075  # of all steps, that may be lost
 MOST = 8.0  # steps that an account has at most, and at the start
-_LEAST = -64.0  # that it lacks at most: it enters a share of so many steps in about 8,500
+_LEAST = -64.0  # it is never emptier than that, which shares of some 8,500 steps make up for
 MOST_RESTED = 16  # steps in a row
-_MOST_DUE = 16  # plain steps that are measured before any rest
+_MOST_DUE = 16  # plain steps that are measured before others rest
 _LEAST_KNOWN = 3  # plain steps before anything is looked for
-# After so many steps without a plain one, steps in which a look found nothing stand in; after so many there are two.
+# Steps since a plain one was measured. After so many of them, those in which a look found nothing are taken for plain,
+# on a CPU; after so many, nothing is looked for until there were two plain ones, of which the second is measured.
 _STALE, _TOO_OLD = 64, 128
 # A step moves the average of those like it by this share, at first by more, and counts as so many times that at most.
 _LEAST_WEIGHT, _MOST_TIMES = 0.1, 2.0
@@ -43,7 +44,7 @@ class DoneStep(NamedTuple):
         network: seconds in which a network of the worker drafted behind it.
         reads: whether that network did not draft behind the step before, so that ``network`` has the time in which it
             computed all tokens that it lacked, such as the prompt.
-        gained: by how many tokens drafts have shortened what is to be computed.
+        gained: how many plain steps its right drafts have saved.
     """
 
     kind: Kind
@@ -65,18 +66,18 @@ class _Steps:
     """The account of steps of one kind.
 
     Attributes:
-        plain: seconds of a plain step; an average, as all seconds here. A step counts as the average of those like it,
-            so that a single slow one does not matter much.
-        num_plain: how many there were that count: not those right behind other steps, which write all buffers anew.
+        plain: seconds of a plain step; an average, as all seconds here. What is entered of a step is the average of
+            those like it, so that a single slow one does not matter much.
+        num_plain: plain steps that were measured. One right behind another kind of step is not: it writes all buffers
+            anew, which takes longer.
         follows_plain: whether the last step was plain.
-        age: steps since the last plain one that counted.
-        num_due: plain steps that have to count before any rest.
-        balance: plain steps that may be lost.
-        with_reading: the same, where what a network takes to read prompts, and what else it lacks, has been lost as
-            well. So a network that was worth it reads the next request, and one that has read a request goes on as
-            long as its drafts save more than they take.
+        age: steps since the last plain one that was measured.
+        num_due: plain steps that are to be measured before any rest.
+        balance: plain steps that may be lost. What a network takes to compute tokens that it lacks, such as prompts, is
+            not entered: one that has read a prompt goes on as long as its drafts save more than they take.
+        with_reading: the same, with what that takes: a network reads other prompts only if this is above 0.
         others: seconds of other steps and how many there were, by their bucket and whether they have drafts. The first
-            may be slow for no reason that stays, so a plain one counts as one of them.
+            may be slow for no reason that stays, so the average begins with a plain step.
         look, network: seconds of a look, and of a network that lacked nothing.
     """
 
@@ -131,8 +132,8 @@ class DraftAccount:
     """Whether to look for drafts.
 
     Args:
-        one_graph: whether a step without drafts takes as long where somebody looks for some: on a GPU a look keeps the
-            next step from starting while this one runs.
+        one_graph: whether a step in which a look found nothing takes as long as a plain one, without the look. Not so
+            on a GPU, where a look keeps the next step from starting while this one runs.
     """
 
     def __init__(self, *, one_graph: bool) -> None:

@@ -52,18 +52,18 @@ class DraftPlanner:
         self._of_all = Chances()
         # Whether the step that is being planned may look for drafts, or have a network make some.
         self.account, self._pays = DraftAccount(one_graph=limits.mixes_lens), True
-        # Whether the step that is being planned rests, which is neither looked in nor measured, and how many follow.
+        # Whether the step that is being planned rests, in which nothing is looked for or measured, and how many follow.
         self._rests, self._num_rests = False, 0
-        self._rested = False  # whether the last plan that gave a step was one of these
+        self._rested = False  # whether the last plan that was not empty was of such a step
         # Whether requests may wait for their tokens for drafts alone. Where nothing is looked for, they are let go.
         self._keeps_waiting = False
         self._kind: Kind = 1, False  # of the step that was planned last
         self._computes_prompts = False  # whether the step that is done did
-        # When the step that was planned last began, how much of it was looking, whether a network was to draft behind
-        # it and behind the one before; and once it is done what it was.
+        # Of the step that was planned last: when it began, seconds of looking in it, whether a network was to draft
+        # behind it and behind the one before; and what it was, once it is done.
         self._began, self._looked = 0.0, 0.0
         self._drafts_next = self._drafted_before = False
-        self._of_last = 0.0, 0.0, False  # when the one before that began, its looking, and as ``_drafted_before``
+        self._of_last = 0.0, 0.0, False  # ``_began``, ``_looked`` and ``_drafted_before`` of the step before that
         self._done: DoneStep | None = None
         self._of_worker = source if isinstance(source, WorkerDrafts) else None
         self._reader = source if isinstance(source, ReadsSamples) else None
@@ -100,11 +100,14 @@ class DraftPlanner:
         return min(rows, left - (first.num_tokens - first.num_computed_tokens)), True
 
     def rests(self) -> bool:
-        """Whether the step that is about to be planned is one of those in which nothing is looked for or measured."""
+        """Whether the step that is about to be planned rests: it needs no ``propose``, and is not measured.
+
+        So it is while no request takes drafts, and for most steps while looking does not pay.
+        """
         if self._adapts:
             self._rests = self._num_rests > 0 or not self._histories
             self._num_rests = max(0, self._num_rests - 1)
-            if self._rests:  # what was noted of the last step would be taken for news once steps are measured again
+            if self._rests:  # what is known of the last step is out of date when steps are measured again
                 self._done, self._drafts_next = None, False
         return self._rests
 
@@ -119,8 +122,8 @@ class DraftPlanner:
         if self._adapts and not self._choose():
             if self._keeps_waiting:
                 self._let_go()
-            if not (self._keeps_waiting or self._drafts_next):
-                self._num_rests = self.account.rest(self._kind)
+            if not (self._keeps_waiting or self._drafts_next) and (count := self.account.rest(self._kind)):
+                self._rests, self._num_rests = True, count - 1
             return
         self._keeps_waiting = True
         if most <= 0:
@@ -169,7 +172,7 @@ class DraftPlanner:
         return 1 << (len(requests) - 1).bit_length(), _samples(requests)
 
     def _let_go(self) -> None:
-        """Nothing is looked for: no request need wait for its tokens, but for those whose drafts are verified."""
+        """Nothing is looked for: no request has to wait for its tokens, except those whose drafts are in flight."""
         self._keeps_waiting = False
         for request, history in self._histories.items():
             if request.draft_token_ids:
@@ -202,7 +205,7 @@ class DraftPlanner:
 
         A request gets blocks for what may be drafted then, as far as some are free.
         """
-        if not requests:  # all that can run is in flight: the step of before goes on
+        if not requests:  # all that can run is in flight: the step before goes on, and is what ``record`` is told of
             if not self._rests:
                 self._began, self._looked, self._drafted_before = self._of_last
             elif self._histories:
@@ -210,7 +213,7 @@ class DraftPlanner:
             self._rests |= self._rested
             return
         self._rested = self._rests
-        if self._rests or self._num_rests:
+        if self._rests:
             return
         if self._of_worker is None:
             return
@@ -244,7 +247,7 @@ class DraftPlanner:
         bucket, drafting, counts = result.bucket, result.draft_seconds, self.running_set.counts
         counts.draft_seconds += drafting
         self._computes_prompts = bucket.kind != "decode"
-        if not self.costs or self._rests or self._num_rests:
+        if not self.costs or self._rests:
             return
         if self._computes_prompts:
             if drafting:
@@ -278,7 +281,7 @@ class DraftPlanner:
         self._began, self._looked, self._done = now, 0.0, None
 
     def _gained(self, num_accepted: int, num_requests: int) -> float:
-        """How many tokens less are to be computed one after another, by drafts of a step that were right."""
+        """How many plain steps the right drafts of a step have saved."""
         gained = num_accepted / num_requests
         others_wait = len(self.running_set.waiting) + self.running_set.prefix_cache.num_held_back
         return gained if num_requests == 1 or others_wait else _WORTH_OF_SEVERAL * gained
