@@ -98,9 +98,11 @@ class _Steps:
 
     def enter_plain(self, seconds: float) -> None:
         if self.follows_plain:
-            # The first ones may be slow for no reason that stays; all that is compared with such would seem to pay.
-            is_known = self.num_plain >= _LEAST_KNOWN
-            self.plain = moved(self.plain, seconds) if is_known else min(self.plain, seconds)
+            if self.num_plain < _LEAST_KNOWN and _MOST_TIMES * seconds < self.plain:
+                self.plain = seconds  # those before were slow for no reason that stays
+            else:
+                bounded = min(max(seconds, self.plain / _MOST_TIMES), _MOST_TIMES * self.plain)
+                self.plain += max(_LEAST_WEIGHT, 1.0 / (self.num_plain + 2)) * (bounded - self.plain)
             self.num_plain, self.age, self.num_due = self.num_plain + 1, 0, max(0, self.num_due - 1)
         self.follows_plain = True
         self.add(SHARE)
