@@ -1,10 +1,14 @@
 """DraftAccount: what drafts have saved and lost, and so whether more are looked for. Plain Python.
 
-Its unit is the time that a plain step takes, in which nothing is looked for or drafted, as a user waits for it: from
-its beginning to that of the next one. Each step with drafts, with a look for some or with the work of a network enters
-what it saved or lost. Every step enters a small share of itself besides: that much may be lost. While the account is
-empty, nothing is looked for. Steps of about as many requests have an account of their own, greedy and sampled: what
-pays for one request need not for many.
+Its unit is a *plain* step, in which nothing is looked for or drafted. It lasts from its beginning to that of the next
+one, which is what a user waits for. Each other step enters what it saved or lost: one with drafts, with a look for
+some, or behind which a network of the worker drafts. Each step of any kind enters a small share of a plain one besides:
+that much may be lost. While the account is empty, nothing is looked for. Steps of about as many requests have an
+account of their own, greedy ones and others: what pays for one request need not for many.
+
+A machine becomes slower and faster, and while every step has drafts nobody sees what plain ones take by now. So after
+other steps, as many plain ones are measured, up to 16. Of those that follow most *rest*: nothing of them is measured,
+and their shares are entered all at once, since measuring a step takes time, too.
 """
 
 import dataclasses
@@ -14,14 +18,17 @@ from compiled_llm.scheduling.costs import moved
 
 SHARE = 0.0075  # of all steps, that may be lost
 MOST = 8.0  # steps that an account has at most, and at the start
-MOST_RESTED = 16  # steps
+_LEAST = -64.0  # it is never emptier than that, which shares of some 8,500 steps make up for
+MOST_RESTED = 16  # steps in a row
+_MOST_DUE = 16  # plain steps that are measured before others rest
 _LEAST_KNOWN = 3  # plain steps before anything is looked for
-# After so many steps without a plain one, steps in which a look found nothing stand in; after so many there are two.
+# Steps since a plain one was measured. After so many of them, those in which a look found nothing are taken for plain,
+# on a CPU; after so many, nothing is looked for until there were two plain ones, of which the second is measured.
 _STALE, _TOO_OLD = 64, 128
 # A step moves the average of those like it by this share, at first by more, and counts as so many times that at most.
 _LEAST_WEIGHT, _MOST_TIMES = 0.1, 2.0
 
-# Of a step: its requests, a power of two or fewer than that, and whether some request is not greedy.
+# Of steps that have one account: their number of requests, rounded up to a power of two, and whether one is not greedy.
 Kind = tuple[int, bool]
 
 
@@ -29,14 +36,15 @@ class DoneStep(NamedTuple):
     """A step in a decode bucket.
 
     Attributes:
-        kind: of it.
-        bucket: its requests and tokens.
+        kind: which account it goes to.
+        bucket: (requests, tokens) of its decode bucket.
         has_drafts: whether it verified some.
         seconds: from its beginning to that of the next one, without those of ``looked`` and ``network``.
         looked: seconds in looking for drafts.
-        network: seconds in which a network drafted behind it.
-        reads: whether this network had not drafted behind the step before: it read all tokens that it lacked.
-        gained: by how many tokens drafts have shortened what is to be computed.
+        network: seconds in which a network of the worker drafted behind it.
+        reads: whether that network did not draft behind the step before, so that ``network`` has the time in which it
+            computed all tokens that it lacked, such as the prompt.
+        gained: how many plain steps its right drafts have saved.
     """
 
     kind: Kind
@@ -58,17 +66,18 @@ class _Steps:
     """The account of steps of one kind.
 
     Attributes:
-        plain: seconds of a plain step; an average, as all seconds here. A step counts as the average of those like it,
-            so that a single slow one does not matter much.
-        num_plain: how many there were, but for those right behind other steps: these write all buffers anew.
+        plain: seconds of a plain step; an average, as all seconds here. What is entered of a step is the average of
+            those like it, so that a single slow one does not matter much.
+        num_plain: plain steps that were measured. One right behind another kind of step is not: it writes all buffers
+            anew, which takes longer.
         follows_plain: whether the last step was plain.
-        age: steps since the last plain one that counted.
-        balance: plain steps that may be lost.
-        with_reading: the same, where what a network takes to read prompts, and what else it lacks, has been lost as
-            well. So a network that was worth it reads the next request, and one that has read a request goes on as
-            long as its drafts save more than they take.
+        age: steps since the last plain one that was measured.
+        num_due: plain steps that are to be measured before any rest.
+        balance: plain steps that may be lost. What a network takes to compute tokens that it lacks, such as prompts, is
+            not entered: one that has read a prompt goes on as long as its drafts save more than they take.
+        with_reading: the same, with what that takes: a network reads other prompts only if this is above 0.
         others: seconds of other steps and how many there were, by their bucket and whether they have drafts. The first
-            may be slow for no reason that stays, so a plain one counts as one of them.
+            may be slow for no reason that stays, so the average begins with a plain step.
         look, network: seconds of a look, and of a network that lacked nothing.
     """
 
@@ -76,6 +85,7 @@ class _Steps:
     num_plain: int = 0
     follows_plain: bool = False
     age: int = 0
+    num_due: int = 0
     balance: float = MOST
     with_reading: float = MOST
     others: dict[tuple[tuple[int, int], bool], tuple[float, int]] = dataclasses.field(default_factory=dict)
@@ -83,11 +93,24 @@ class _Steps:
     network: float = 0.0
 
     def add(self, saved: float, reading: float = 0.0) -> None:
-        self.balance = min(MOST, self.balance + saved)
-        self.with_reading = min(MOST, self.with_reading + saved - reading)
+        self.balance = max(_LEAST, min(MOST, self.balance + saved))
+        self.with_reading = max(_LEAST, min(MOST, self.with_reading + saved - reading))
+
+    def enter_plain(self, seconds: float) -> None:
+        if self.follows_plain:
+            if self.num_plain < _LEAST_KNOWN and _MOST_TIMES * seconds < self.plain:
+                self.plain = seconds  # those before were slow for no reason that stays
+            else:
+                bounded = min(max(seconds, self.plain / _MOST_TIMES), _MOST_TIMES * self.plain)
+                self.plain += max(_LEAST_WEIGHT, 1.0 / (self.num_plain + 2)) * (bounded - self.plain)
+            self.num_plain, self.age, self.num_due = self.num_plain + 1, 0, max(0, self.num_due - 1)
+        self.follows_plain = True
+        self.add(SHARE)
 
     def enter(self, step: DoneStep) -> None:
         """A step that is not plain."""
+        self.age, self.follows_plain = self.age + 1, False
+        self.num_due = min(_MOST_DUE, max(self.num_due, self.age))
         key = step.bucket, step.has_drafts
         seconds, count = self.others.get(key, (self.plain, 1))
         weight = max(_LEAST_WEIGHT, 1.0 / (count + 1))
@@ -111,8 +134,8 @@ class DraftAccount:
     """Whether to look for drafts.
 
     Args:
-        one_graph: whether a step without drafts takes as long where somebody looks for some: on a GPU a look keeps the
-            next step from starting while this one runs.
+        one_graph: whether a step in which a look found nothing takes as long as a plain one, without the look. Not so
+            on a GPU, where a look keeps the next step from starting while this one runs.
     """
 
     def __init__(self, *, one_graph: bool) -> None:
@@ -132,36 +155,40 @@ class DraftAccount:
         return steps.age < _TOO_OLD
 
     def rest(self, kind: Kind) -> int:
-        """How many plain steps of a kind follow that need not be entered: they are now."""
+        """How many plain steps of a kind are to follow unmeasured. What they enter is entered now.
+
+        After these, one is measured before others rest.
+        """
         steps = self._steps.get(kind)
-        if steps is None or steps.num_plain < _LEAST_KNOWN:
+        if steps is None or steps.num_plain < _LEAST_KNOWN or steps.num_due:
             return 0
         count = min(MOST_RESTED, int(-min(steps.balance, steps.with_reading) / SHARE))
         if count <= 0:
             return 0
-        steps.follows_plain = True
+        steps.follows_plain, steps.num_due = True, 1
         steps.add(SHARE * count)
         return count
 
+    def end_rest(self, kind: Kind, count: int) -> None:
+        """Of the steps that ``rest`` has entered, ``count`` are not to rest after all."""
+        self._steps[kind].add(-SHARE * count)
+
     def enter(self, step: DoneStep) -> None:
-        """A step is over."""
+        """A step is over. One of no time, by a clock that does not tell such short ones, says nothing."""
         steps = self._steps.get(step.kind)
+        if not step.seconds > 0.0:
+            return
         if step.is_plain:
             if steps is None:
                 steps = self._steps[step.kind] = _Steps(step.seconds)
-            if steps.follows_plain:
-                steps.plain = moved(steps.plain, step.seconds)
-                steps.num_plain, steps.age = steps.num_plain + 1, 0
-            steps.follows_plain = True
-            steps.add(SHARE)
-        elif steps is not None and steps.plain > 0.0:
-            steps.age, steps.follows_plain = steps.age + 1, False
+            steps.enter_plain(step.seconds)
+        elif steps is not None:
             steps.enter(step)
             if steps.age >= _STALE and self._one_graph and not (step.has_drafts or step.network):
                 steps.plain, steps.age = moved(steps.plain, step.seconds), _STALE
 
     def enter_reading(self, kind: Kind, seconds: float) -> None:
-        """A network took ``seconds`` behind a step that computes prompts. ``kind``: of steps that follow."""
+        """A network took ``seconds`` behind a step that computes prompts. ``kind``: of the decode steps that follow."""
         steps = self._steps.get(kind)
-        if steps is not None and steps.plain > 0.0:
+        if steps is not None:
             steps.add(0.0, seconds / steps.plain)

@@ -25,6 +25,7 @@ _WORTH_BESIDE_PROMPTS = 0.5  # there a token costs about as much as in the large
 # measured ones: so a bucket that was slow for a while is tried again.
 _FORGETTING, _OPTIMISM = 0.001, 0.8
 _FORGETTING_HOST = 0.05  # the same of the host's seconds, which single steps are far off
+_FIRST_OF_HOST = 0.1  # of the first seconds of the host that are more than 0, so that a single slow step is not all
 _ORDERS = 6  # of lengths of proposals
 
 Seconds = Mapping[tuple[int, int], float]  # of steps in decode buckets, by (requests, tokens) of the bucket
@@ -78,7 +79,8 @@ class DecodeCosts:
         # One slow step with drafts does not keep the next ones away: the first is seen beside those without.
         key = num_requests, has_drafts
         known = self._host.get(key, self._host.get((num_requests, False)))
-        self._host[key] = seconds if known is None else moved(known, seconds)
+        # From 0, of a step that took no longer than the device, an average of factors of two would never rise.
+        self._host[key] = seconds if known is None else moved(known or _FIRST_OF_HOST * seconds, seconds)
         # What steps with drafts took for a while is forgotten, so that they are tried again.
         if not has_drafts and (other := self._host.get((num_requests, True))) is not None:
             self._host[num_requests, True] = other + _FORGETTING_HOST * (self._host[key] - other)

@@ -1,6 +1,7 @@
 """DraftPlanner: which drafts a step verifies. Plain Python."""
 
 import functools
+import itertools
 import time
 from collections.abc import Sequence
 
@@ -51,14 +52,18 @@ class DraftPlanner:
         self._of_all = Chances()
         # Whether the step that is being planned may look for drafts, or have a network make some.
         self.account, self._pays = DraftAccount(one_graph=limits.mixes_lens), True
-        self._rests, self._num_rests = False, 0  # whether the step is one that rests, and how many follow that do
-        self._keeps_waiting = False  # whether requests may wait for tokens though nothing is looked for
+        # Whether the step that is being planned rests, in which nothing is looked for or measured, and how many follow.
+        self._rests, self._num_rests = False, 0
+        self._rested = False  # whether the last plan that was not empty was of such a step
+        # Whether requests may wait for their tokens for drafts alone. Where nothing is looked for, they are let go.
+        self._keeps_waiting = False
         self._kind: Kind = 1, False  # of the step that was planned last
-        # When the step that was planned last began, how much of it was looking, whether a network was to draft behind
-        # it and behind the one before; and once it is done what it was.
+        self._computes_prompts = False  # whether the step that is done did
+        # Of the step that was planned last: when it began, seconds of looking in it, whether a network was to draft
+        # behind it and behind the one before; and what it was, once it is done.
         self._began, self._looked = 0.0, 0.0
         self._drafts_next = self._drafted_before = False
-        self._of_last = 0.0, 0.0, False  # when the one before that began, its looking, and as ``_drafted_before``
+        self._of_last = 0.0, 0.0, False  # ``_began``, ``_looked`` and ``_drafted_before`` of the step before that
         self._done: DoneStep | None = None
         self._of_worker = source if isinstance(source, WorkerDrafts) else None
         self._reader = source if isinstance(source, ReadsSamples) else None
@@ -71,6 +76,8 @@ class DraftPlanner:
         takes = request.max_num_tokens - len(request.prompt_token_ids) > 1
         if takes and self._adapts:
             self._histories[request] = History(request.waits_for_tokens, Chances(self._of_all))
+            if self._num_rests:
+                self.account.end_rest(self._kind, self._num_rests)
             self._keeps_waiting, self._num_rests = True, 0
         return takes
 
@@ -93,10 +100,15 @@ class DraftPlanner:
         return min(rows, left - (first.num_tokens - first.num_computed_tokens)), True
 
     def rests(self) -> bool:
-        """Whether the step that is about to be planned is one of those in which nothing is looked for or measured."""
+        """Whether the step that is about to be planned rests: it needs no ``propose``, and is not measured.
+
+        So it is while no request takes drafts, and for most steps while looking does not pay.
+        """
         if self._adapts:
             self._rests = self._num_rests > 0 or not self._histories
             self._num_rests = max(0, self._num_rests - 1)
+            if self._rests:  # what is known of the last step is out of date when steps are measured again
+                self._done, self._drafts_next = None, False
         return self._rests
 
     def propose(self, most: int, beside_prompts: bool) -> None:
@@ -110,8 +122,8 @@ class DraftPlanner:
         if self._adapts and not self._choose():
             if self._keeps_waiting:
                 self._let_go()
-            if not (self._keeps_waiting or self._drafts_next):
-                self._num_rests = self.account.rest(self._kind)
+            if not (self._keeps_waiting or self._drafts_next) and (count := self.account.rest(self._kind)):
+                self._rests, self._num_rests = True, count - 1
             return
         self._keeps_waiting = True
         if most <= 0:
@@ -141,15 +153,26 @@ class DraftPlanner:
 
     def _choose(self) -> bool:
         """Whether the step that is about to be planned looks for drafts."""
-        if running := len(self.running_set.running):
-            self._kind = 1 << (running - 1).bit_length(), self._samples()
-        self._drafted_before = self._drafts_next
-        self._pays = self.account.looks(self._kind, goes_on=self._of_worker is None or self._drafts_next)
+        self._kind = self._next_kind()
+        # A network that has drafted for requests that ended since has to read others from their beginning.
+        running = self.running_set.running
+        self._drafted_before = self._drafts_next and any(request.takes_drafts for request in running)
+        self._pays = self.account.looks(self._kind, goes_on=self._of_worker is None or self._drafted_before)
         # What a network has drafted already costs little to verify.
-        return self._pays or (self._of_worker is not None and self._drafts_next)
+        return self._pays or (self._of_worker is not None and self._drafted_before)
+
+    def _next_kind(self) -> Kind:
+        """Of decode steps that come. While prompts are computed, those that wait are taken to come in, too."""
+        requests = self.running_set.running
+        if self._computes_prompts or not requests:
+            left = max(0, self.limits.max_num_seqs - len(requests))
+            requests = [*requests, *itertools.islice(self.running_set.waiting, left)]
+        if not requests:
+            return self._kind
+        return 1 << (len(requests) - 1).bit_length(), _samples(requests)
 
     def _let_go(self) -> None:
-        """Nothing is looked for: no request need wait for its tokens, but for those whose drafts are verified."""
+        """Nothing is looked for: no request has to wait for its tokens, except those whose drafts are in flight."""
         self._keeps_waiting = False
         for request, history in self._histories.items():
             if request.draft_token_ids:
@@ -182,10 +205,15 @@ class DraftPlanner:
 
         A request gets blocks for what may be drafted then, as far as some are free.
         """
-        if self._rests or self._num_rests:
+        if not requests:  # all that can run is in flight: the step before goes on, and is what ``record`` is told of
+            if not self._rests:
+                self._began, self._looked, self._drafted_before = self._of_last
+            elif self._histories:
+                self._num_rests += 1
+            self._rests |= self._rested
             return
-        if not requests:  # all that can run is in flight: the step of before goes on
-            self._began, self._looked, self._drafted_before = self._of_last
+        self._rested = self._rests
+        if self._rests:
             return
         if self._of_worker is None:
             return
@@ -218,14 +246,15 @@ class DraftPlanner:
         """A step of so many requests is done, of whose drafts so many were accepted."""
         bucket, drafting, counts = result.bucket, result.draft_seconds, self.running_set.counts
         counts.draft_seconds += drafting
-        if not self.costs or self._rests or self._num_rests:
+        self._computes_prompts = bucket.kind != "decode"
+        if not self.costs or self._rests:
             return
-        if bucket.kind != "decode":
+        if self._computes_prompts:
             if drafting:
-                self.account.enter_reading(self._kind, drafting)
+                self.account.enter_reading(self._next_kind(), drafting)
             return
         size, seconds, costs = bucket.num_requests, result.seconds - drafting, self.costs
-        samples = self._kind[1] if self._adapts else self._samples()
+        samples = self._kind[1] if self._adapts else _samples(self.running_set.running)
         costs.record(size, bucket.num_tokens, seconds, samples)
         has_drafts = len(result.sampled_token_ids) > num_requests
         if has_drafts and (size, size) in costs.device(samples):
@@ -252,14 +281,10 @@ class DraftPlanner:
         self._began, self._looked, self._done = now, 0.0, None
 
     def _gained(self, num_accepted: int, num_requests: int) -> float:
-        """How many tokens less are to be computed one after another, by drafts of a step that were right."""
+        """How many plain steps the right drafts of a step have saved."""
         gained = num_accepted / num_requests
         others_wait = len(self.running_set.waiting) + self.running_set.prefix_cache.num_held_back
         return gained if num_requests == 1 or others_wait else _WORTH_OF_SEVERAL * gained
-
-    def _samples(self) -> bool:
-        """Whether some running request is not greedy."""
-        return any(request.sampling_params.temperature for request in self.running_set.running)
 
     def end(self, request: Request) -> None:
         """A request has ended."""
@@ -267,6 +292,8 @@ class DraftPlanner:
         if history is not None:
             history.compare(request.output_token_ids, self._of_all)
         self.proposed.pop(request, None)
+        if not self.running_set.running:  # nobody knows when the next step begins
+            self._done = None
         self.source.end(request)
 
     def _may_draft(self, request: Request) -> bool:
@@ -335,3 +362,8 @@ class DraftPlanner:
         return lengths(
             chances, available, num_requests, sizes, seconds, most, fills_first=fills, host=host, nodes=nodes
         )
+
+
+def _samples(requests: Sequence[Request]) -> bool:
+    """Whether some of them is not greedy."""
+    return any(request.sampling_params.temperature for request in requests)

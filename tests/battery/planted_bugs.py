@@ -170,6 +170,7 @@ DRAFTED = Checks(
     load_torch=True,
 )
 ACCOUNT = Checks(("tests/scheduling/test_draft_account.py",), load_torch=False)
+PLANNER = Checks(("tests/scheduling/test_draft_planner.py",), load_torch=False)
 DRAFTERS = Checks(("tests/drafting/test_suffix.py",), load_torch=False)
 LOOKAHEAD = Checks(("tests/drafting/test_lookahead.py", "tests/scheduling/test_drafts.py"), load_torch=False)
 LAYER_SKIP = Checks(("tests/e2e/test_layer_skip.py",), load_torch=True)
@@ -356,6 +357,14 @@ _PLANTED = """
         drafts go beyond the last token of a request
             DraftPlanner._most: min(self.limits.num_draft_tokens, request.max_num_tokens - request.num_tokens - 1)
                 => self.limits.num_draft_tokens
+    scheduling.draft_planner, PLANNER
+        a network goes on behind requests that have ended
+            DraftPlanner._choose: self._drafts_next and any(request.takes_drafts for request in running)
+                => self._drafts_next
+        steps that do not rest after all keep their shares
+            DraftPlanner.takes_drafts: self.account.end_rest(self._kind, self._num_rests) => ...
+        empty plans rest
+            DraftPlanner.plan_next: self._num_rests += 1 => ...
     scheduling.draft_account, ACCOUNT
         what drafts cost counts as saved
             _Steps.enter: step.gained * self.plain - max(0.0, seconds - self.plain)
@@ -369,7 +378,9 @@ _PLANTED = """
         savings have no bound
             _Steps.add: min(MOST, self.balance + saved) => self.balance + saved
         plain steps do not refill the account
-            DraftAccount.enter: steps.add(SHARE) => ...
+            _Steps.enter_plain: self.add(SHARE) => ...
+        after other steps no plain ones are measured
+            DraftAccount.rest: steps.num_due => False
         steps of all kinds have one account
             DraftAccount.enter: self._steps.get(step.kind) => next(iter(self._steps.values()), None)
     scheduling.draft_planner, MASKS

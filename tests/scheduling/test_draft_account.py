@@ -17,12 +17,14 @@ class Run:
     Attributes:
         seconds, plain_seconds: that all steps took, and would have taken without drafts for as many tokens.
         looked: of each step, whether there was a look.
+        pace: by how much all steps are slower than those of ``PLAIN``.
     """
 
     def __init__(self, account: DraftAccount | None = None, kind: Kind = ONE, noise: float = 0.0) -> None:
         self.account, self.kind = account or DraftAccount(one_graph=True), kind
         self.rng, self.noise = random.Random(0), noise
         self.seconds = self.plain_seconds = 0.0
+        self.pace = 1.0
         self.looked: list[bool] = []
 
     def steps(self, count: int, *, look: float = 0.0, drafts: float = 0.0, gained: float = 0.0) -> list[bool]:
@@ -32,16 +34,18 @@ class Run:
             looks = self.account.looks(self.kind, goes_on=True)
             if not looks and (rest := self.account.rest(self.kind)):
                 self.looked += [False] * rest
-                self.seconds += PLAIN * rest
-                self.plain_seconds += PLAIN * rest
+                self.seconds += self.pace * PLAIN * rest
+                self.plain_seconds += self.pace * PLAIN * rest
                 continue
-            took = PLAIN * self.rng.lognormvariate(0.0, self.noise)
+            took = self.pace * PLAIN * self.rng.lognormvariate(0.0, self.noise)
             step = DoneStep(self.kind, BUCKET, has_drafts=False, seconds=took)
             if looks:
-                step = step._replace(has_drafts=True, seconds=took + drafts, looked=look, gained=gained)
+                step = step._replace(
+                    has_drafts=True, seconds=took + self.pace * drafts, looked=self.pace * look, gained=gained
+                )
             self.account.enter(step)
             self.seconds += step.seconds + step.looked
-            self.plain_seconds += PLAIN * (1.0 + step.gained)
+            self.plain_seconds += self.pace * PLAIN * (1.0 + step.gained)
             self.looked.append(looks)
         return self.looked[start:]
 
@@ -172,10 +176,99 @@ def test_steps_that_rest_are_as_many_as_the_account_lacks() -> None:
     run = Run()
     account = run.account
     assert account.rest(ONE) == 0, "nothing is known"
-    run.steps(5)
+    run.steps(4)
     assert account.rest(ONE) == 0, "it may look"
-    account.enter(DoneStep(ONE, BUCKET, has_drafts=False, seconds=PLAIN, looked=(MOST + 20 * SHARE) * PLAIN))
-    assert [account.rest(ONE), account.rest(ONE), account.rest(ONE)] == [MOST_RESTED, 19 - MOST_RESTED, 0]
+    plain = DoneStep(ONE, BUCKET, has_drafts=False, seconds=PLAIN)
+    account.enter(plain._replace(looked=(MOST + 20.5 * SHARE) * PLAIN))
+    assert account.rest(ONE) == 0, "after one step of another kind a plain one is measured"
+    account.enter(plain)
+    assert account.rest(ONE) == 0, "this one writes all buffers"
+    account.enter(plain)
+    assert [account.rest(ONE), account.rest(ONE)] == [MOST_RESTED, 0], "after these one is measured"
+    account.enter(plain)
+    assert account.rest(ONE) == 0, "less than a share is lacking"
+    account.enter(plain)
+    assert account.looks(ONE, goes_on=True)
+
+
+def test_what_does_not_rest_after_all_enters_nothing() -> None:
+    run = Run()
+    run.steps(4)
+    account = run.account
+    plain = DoneStep(ONE, BUCKET, has_drafts=False, seconds=PLAIN)
+    for step in (plain._replace(looked=2 * MOST * PLAIN), plain, plain):
+        account.enter(step)
+    before = account._steps[ONE].balance
+    assert account.rest(ONE) == MOST_RESTED
+    account.end_rest(ONE, 10)
+    assert account._steps[ONE].balance == pytest.approx(before + SHARE * (MOST_RESTED - 10))
+
+
+def test_of_plain_steps_in_a_row_one_of_seventeen_is_measured() -> None:
+    run = Run()
+    run.steps(5)
+    account, plain = run.account, DoneStep(ONE, BUCKET, has_drafts=False, seconds=PLAIN)
+    for step in (plain._replace(looked=20 * PLAIN), plain, plain):
+        account.enter(step)
+    num_measured = num_rested = 0
+    while not account.looks(ONE, goes_on=True):
+        rested = account.rest(ONE)
+        num_rested += rested
+        if not rested:
+            account.enter(plain._replace(seconds=2 * PLAIN))
+            num_measured += 1
+    assert num_rested / num_measured == pytest.approx(MOST_RESTED, rel=0.05)
+    assert account._steps[ONE].plain == pytest.approx(2 * PLAIN, rel=0.01)
+
+
+@pytest.mark.parametrize(("pays", "slower"), [(1.1, 1.5), (1.5, 1.5), (1.2, 2.0), (1.3, 3.0)])
+def test_a_machine_that_becomes_slower_keeps_away_no_drafts_that_pay(pays: float, slower: float) -> None:
+    """Beside what plain steps took before, steps with drafts look like losses. Then plain ones are measured again."""
+    run, gained = Run(), pays * 1.24 - 1.0
+    run.steps(500, look=0.04 * PLAIN, drafts=0.2 * PLAIN, gained=gained)
+    run.pace = slower
+    looked = run.steps(600, look=0.04 * PLAIN, drafts=0.2 * PLAIN, gained=gained)
+    assert sum(looked) > 500
+    assert sum(looked[200:]) > 380, "all but two of 130"
+
+
+@pytest.mark.parametrize("pace", [0.5, 1.0, 2.0])
+def test_what_never_pays_loses_little_more_where_the_machine_changes(pace: float) -> None:
+    run = Run()
+    run.steps(1000, look=0.02 * PLAIN, drafts=0.3 * PLAIN)
+    before, run.pace = run.seconds - run.plain_seconds, pace
+    run.steps(2000, look=0.02 * PLAIN, drafts=0.3 * PLAIN)
+    assert (run.seconds - run.plain_seconds - before) / (pace * PLAIN) <= MOST + SHARE * 2000
+
+
+def test_first_steps_that_are_slow_make_nothing_look_cheap() -> None:
+    account = DraftAccount(one_graph=False)
+    account.enter(DoneStep(ONE, BUCKET, has_drafts=False, seconds=100 * PLAIN))
+    run = Run(account)
+    looked = run.steps(300, look=0.5 * PLAIN, drafts=0.5 * PLAIN)
+    assert 0 < sum(looked) < 20
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_a_step_of_no_time_is_not_entered(seconds: float) -> None:
+    account = DraftAccount(one_graph=True)
+    account.enter(DoneStep(ONE, BUCKET, has_drafts=False, seconds=seconds))
+    run = Run(account)
+    run.steps(50, look=2 * PLAIN)
+    account.enter(DoneStep(ONE, BUCKET, has_drafts=True, seconds=seconds, looked=1.0, gained=5.0))
+    assert not account.looks(ONE, goes_on=True)
+
+
+def test_what_was_lost_is_bounded() -> None:
+    run = Run()
+    run.steps(5)
+    for _ in range(1000):
+        run.account.enter_reading(ONE, 20 * PLAIN)
+    num_rested = 0
+    while not run.account.looks(ONE, goes_on=False):
+        num_rested += run.account.rest(ONE) or 1
+        run.account.enter(DoneStep(ONE, BUCKET, has_drafts=False, seconds=PLAIN))
+    assert 5_000 < num_rested < 10_000
 
 
 @pytest.mark.parametrize(("one_graph", "expected"), [(True, 2 * PLAIN), (False, PLAIN)])

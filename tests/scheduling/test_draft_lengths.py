@@ -154,6 +154,17 @@ def test_what_the_host_takes_is_known_with_drafts_and_without() -> None:
     assert 0.2 < costs.host(1, has_drafts=True) < 0.2 + (first - 0.2) / 2, "steps with drafts are tried again"
 
 
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_a_host_that_took_no_time_at_first_is_not_taken_for_one_that_never_does(has_drafts: bool) -> None:
+    costs = DecodeCosts([((1, 1), 1.0)])
+    costs.record_host(1, has_drafts=False, seconds=0.0)
+    costs.record_host(1, has_drafts, 0.2)
+    assert 0.0 < costs.host(1, has_drafts) < 0.1
+    for _ in range(60):
+        costs.record_host(1, has_drafts, 0.2)
+    assert costs.host(1, has_drafts) == pytest.approx(0.2, rel=0.05)
+
+
 # -- In the scheduler
 
 

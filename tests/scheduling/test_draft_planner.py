@@ -1,0 +1,285 @@
+"""DraftPlanner: what it measures of steps, and what it enters into the account, on a pretended clock."""
+
+import dataclasses
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from compiled_llm import SamplingParams
+from compiled_llm.scheduling import draft_planner
+from compiled_llm.scheduling.bucket import Bucket, buckets_of, choose_bucket
+from compiled_llm.scheduling.draft_account import MOST, SHARE
+from compiled_llm.scheduling.draft_planner import DraftPlanner
+from compiled_llm.scheduling.drafter import DraftSource
+from compiled_llm.scheduling.request import Request
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.scheduling.worker import StepResult
+from compiled_llm.scheduling.worker_drafts import WorkerDrafts
+from tests.fake_engine import FakeDrafter, FakeEngine, add, check_result, expected_tokens, make_request, make_scheduler
+
+
+class Looks:
+    """A source that finds nothing. A look takes ``seconds``."""
+
+    num_tokens, adapts = 3, True
+
+    def __init__(self, server: "type[Server]", seconds: float) -> None:
+        self._server, self._seconds, self.num_looks = server, seconds, 0
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[tuple[int, ...]]:
+        self.num_looks += 1
+        self._server.now += self._seconds
+        return [()] * len(requests)
+
+    def end(self, request: Request) -> None:
+        pass
+
+
+class Guesses:
+    """A source of what ``FakeDrafter`` guesses."""
+
+    num_tokens, adapts = 3, True
+
+    def __init__(self, drafter: FakeDrafter) -> None:
+        self._drafter = drafter
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        known = [request.prompt_token_ids + request.output_token_ids for request in requests]
+        Server.now += 0.2
+        return [self._drafter.propose(r.request_id, k)[:n] for r, k, n in zip(requests, known, most, strict=True)]
+
+    def end(self, request: Request) -> None:
+        pass
+
+
+class Server:
+    """Serves requests. A decode step takes a second.
+
+    Args:
+        drafting, reading: seconds of a network behind a decode step, and behind one that computes prompts. All that it
+            guesses is right.
+
+    Attributes:
+        drafts_next: of each step that computed a prompt, whether a network was to draft behind it.
+    """
+
+    now = 0.0
+
+    def __init__(self, source: DraftSource, drafting: float = 0.0, reading: float = 0.0, max_num_seqs: int = 1) -> None:
+        sizes = sorted({1, max_num_seqs})
+        seconds = tuple(((size, size * n), 1.0) for size in sizes for n in (1, 2, 4))
+        self.scheduler = make_scheduler(
+            400, source=source, arguments={"decode_seconds": seconds}, max_num_seqs=max_num_seqs
+        )
+        assert self.scheduler.drafts is not None
+        self.drafts: DraftPlanner = self.scheduler.drafts
+        self.buckets, self.drafting, self.reading = buckets_of(self.scheduler.limits), drafting, reading
+        self.requests: dict[str, Request] = {}
+        self.num_steps = 0
+        self.drafts_next: list[bool] = []
+
+    def add(self, count: int = 1, length: int = 20, params: SamplingParams | None = None) -> list[Request]:
+        requests = [make_request(f"{len(self.requests) + n}", 3, length) for n in range(count)]
+        for request in requests:
+            if params is not None:
+                request.sampling_params = params
+            self.requests[request.request_id.name] = request
+        return add(self.scheduler, *requests)
+
+    def step(self) -> None:
+        output = self.scheduler.schedule()
+        computes_prompts = 0 in output.num_computed_tokens
+        bucket = Bucket("tokens", 16, 4) if computes_prompts else choose_bucket(self.buckets, output)
+        sampled, drafts = list[int](), list[tuple[int, ...]]()
+        for name, count in zip(output.request_ids, output.num_samples, strict=True):
+            request = self.requests[name.name]
+            first = len(request.output_token_ids)
+            tokens = expected_tokens(request.prompt_token_ids, first + count + 3)
+            sampled += tokens[first : first + count]
+            drafts.append(tuple(tokens[first + count :]))
+        took = (self.reading if computes_prompts else self.drafting) * output.drafts_next
+        if computes_prompts:
+            self.drafts_next.append(output.drafts_next)
+        Server.now += 1.0 + took
+        self.num_steps += 1
+        self.scheduler.update(
+            output,
+            StepResult(
+                bucket,
+                tuple(sampled),
+                seconds=1.0 + took,
+                draft_token_ids=tuple(drafts) if output.drafts_next else None,
+                draft_seconds=took,
+            ),
+        )
+
+    def serve(self) -> None:
+        while self.scheduler.has_unfinished_requests():
+            self.step()
+
+
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Server, "now", 0.0)
+    monkeypatch.setattr(draft_planner.time, "perf_counter", lambda: Server.now)
+
+
+def test_requests_one_after_another_do_not_get_shares_of_steps_that_did_not_rest() -> None:
+    source = Looks(Server, 0.5)
+    server = Server(source)
+    for _ in range(300):
+        server.add(length=8)
+        server.serve()
+    assert 0.5 * source.num_looks <= MOST + 1.05 * SHARE * server.num_steps + 0.5
+    assert 0.5 * source.num_looks >= MOST + 0.6 * SHARE * server.num_steps, "and looks go on"
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_plans_without_a_step_do_not_rest(waits: bool) -> None:
+    """Where the host has to know each token, every second plan finds that all requests are in flight."""
+    source = Looks(Server, 0.5)
+    scheduler = make_scheduler(
+        400,
+        source=source,
+        one_graph=False,
+        arguments={"decode_seconds": [((1, 1), 1.0), ((1, 4), 1.0)]},
+        max_num_seqs=1,
+        max_model_len=800,
+    )
+    engine = FakeEngine(scheduler, overlap=True)
+    execute = engine.runner.execute
+
+    def timed(output: SchedulerOutput) -> StepResult:
+        Server.now += 1.0
+        return dataclasses.replace(execute(output), bucket=Bucket("decode", 1, 1), seconds=1.0)
+
+    engine.runner.execute = timed  # type: ignore[method-assign]
+    request = make_request("x", 1, 700)
+    request.waits_for_tokens = waits
+    add(scheduler, request)
+    engine.run()
+    assert 0.5 * source.num_looks <= MOST + SHARE * len(engine.outputs) + 0.5
+    assert 0.5 * source.num_looks >= MOST + 0.9 * SHARE * len(engine.outputs)
+    num_overlapping = sum(any(row >= 0 for row in output.feedback) for output in engine.outputs)
+    assert num_overlapping == 0 if waits else num_overlapping > 0.9 * len(engine.outputs)
+
+
+def test_a_network_whose_reading_does_not_pay_does_not_read_each_new_prompt() -> None:
+    """Though its drafts do pay, once a prompt is read, and it had drafted behind the last step of all."""
+    server = Server(WorkerDrafts(3, adapts=True), drafting=0.1, reading=40.0)
+    for _ in range(60):
+        server.add(length=20)
+        server.serve()
+    assert 0 < sum(server.drafts_next) < 6
+
+
+def test_a_network_whose_reading_pays_reads_each_new_prompt() -> None:
+    server = Server(WorkerDrafts(3, adapts=True), drafting=0.1, reading=4.0)
+    for _ in range(60):
+        server.add(length=20)
+        server.serve()
+    assert sum(server.drafts_next) > 50
+
+
+def test_what_reading_prompts_of_many_costs_is_no_loss_of_single_requests() -> None:
+    server = Server(WorkerDrafts(3, adapts=True), drafting=0.1, reading=2.0, max_num_seqs=4)
+    for _ in range(8):
+        server.add()
+        server.serve()
+    assert server.drafts_next[-1]
+    server.reading, before = 200.0, server.drafts.account._steps[1, True].with_reading
+    server.add(4)
+    server.serve()
+    assert server.drafts.account._steps[1, True].with_reading == pytest.approx(before, abs=1.0)
+    server.reading = 2.0
+    server.add()
+    server.serve()
+    assert server.drafts_next[-1]
+
+
+@pytest.mark.parametrize("others_run", [False, True])
+def test_what_goes_by_while_no_request_takes_drafts_is_no_time_of_a_step(others_run: bool) -> None:
+    server = Server(Looks(Server, 0.01), max_num_seqs=4)
+    (request,) = server.add()
+    server.step()
+    if others_run:
+        server.add(params=SamplingParams(max_tokens=20, num_speculative_tokens=0))
+        server.step()
+    server.step()
+    assert server.drafts._done is not None
+    server.scheduler.finish(request, "abort")
+    if others_run:
+        server.step()
+    Server.now += 1e6
+    server.add()
+    server.serve()
+    assert server.drafts.costs.host(1, has_drafts=False) < 1.0
+    assert all(steps.plain < 2.0 for steps in server.drafts.account._steps.values())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("one_graph", [False, True])
+@pytest.mark.parametrize("network", [False, True])
+def test_requests_of_all_kinds_get_their_tokens_whether_drafts_are_looked_for_or_not(
+    overlap: bool, one_graph: bool, network: bool
+) -> None:
+    """Accounts open and close, as drafts are right for a while and wrong for another; pools run out; steps break."""
+    rng = random.Random(4 * overlap + 2 * one_graph + network)
+    is_right = False
+    guesses = FakeDrafter(3, lambda: 3 if is_right else 0)
+    source: DraftSource = WorkerDrafts(3, adapts=True) if network else Guesses(guesses)
+    seconds = [((size, size * n), 1.0 + 0.1 * n) for size in (1, 4) for n in (1, 2, 4)]
+    scheduler = make_scheduler(24, source=source, one_graph=one_graph, arguments={"decode_seconds": seconds})
+    engine, buckets = FakeEngine(scheduler, overlap=overlap), buckets_of(scheduler.limits)
+    execute = engine.runner.execute
+
+    def timed(output: SchedulerOutput) -> StepResult:
+        tokens = choose_bucket(buckets, output) if output.num_tokens <= 16 else Bucket("tokens", 16, 4)
+        took = rng.choice([0.0, 0.2, 1.0]) * output.drafts_next
+        Server.now += 1.0 + took
+        drafted = None
+        if output.drafts_next:
+            drafted = tuple(guesses.propose(name, after(requests[name.name])) for name in output.request_ids)
+        return dataclasses.replace(
+            execute(output), bucket=tokens, seconds=1.0 + took, draft_token_ids=drafted, draft_seconds=took
+        )
+
+    def after(request: Request) -> list[int]:
+        """Its tokens once the step that is launched is done."""
+        known = request.prompt_token_ids + request.output_token_ids
+        drafts = request.draft_token_ids
+        right = expected_tokens(known, 1 + len(drafts))
+        count = next((n for n, draft in enumerate(drafts) if draft != right[n]), len(drafts))
+        return known + right[: 1 + count]
+
+    engine.runner.execute = timed  # type: ignore[method-assign]
+    requests: dict[str, Request] = {}
+    num_open, num_resting, drafts = 0, 0, scheduler.drafts
+    assert drafts is not None
+    for number in range(900):
+        is_right = number // 150 % 2 == 1
+        if number < 800 and scheduler.num_waiting < 2 and rng.random() < 0.15:
+            request = make_request(f"{len(requests)}", rng.randint(1, 12), rng.randint(1, 40))
+            kind = rng.random()
+            if kind < 0.2:
+                request.sampling_params = SamplingParams(max_tokens=40, num_speculative_tokens=rng.choice([0, 1]))
+            elif kind < 0.4:
+                request.waits_for_tokens = True
+            requests[request.request_id.name] = request
+            scheduler.add(request)
+        if rng.random() < 0.01 and scheduler.running:
+            scheduler.finish(rng.choice(scheduler.running), "abort")
+        if rng.random() < 0.005:
+            engine.fail_steps("the reason")
+        if scheduler.has_unfinished_requests():
+            engine.step()
+        num_open += drafts._pays and not drafts._rests
+        num_resting += drafts._rests
+    engine.run()
+    for request in requests.values():
+        check_result(request)
+    assert num_open > 50, num_open
+    assert num_resting > 50
+    assert not drafts.proposed
+    assert not drafts._histories
