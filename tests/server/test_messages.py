@@ -39,7 +39,7 @@ PIECE = Piece(1, "text", [5], [[(5, -0.5, 1, "text"), (6, -1.5, 2, None)]], "sto
 TO_SERVER = [
     Started(
         VERSION,
-        TokenizerParts("{}", {"default": "t"}, {}, ("note",)),
+        TokenizerParts(b"{}", {"default": "t"}, {}, ("note",)),
         9,
         "max_model_len",
         9,
