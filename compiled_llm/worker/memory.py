@@ -214,13 +214,16 @@ class StartMemory:
         """Weights and step buffers are there."""
         self._before_compiling = self._now()
 
-    def after_compiling(self, run_largest: Callable[[], object] | None, *, keeps_graphs: bool) -> None:
+    def after_compiling(
+        self, run_largest: Callable[[], object] | None, *, keeps_graphs: bool, unwritten: int = 0
+    ) -> None:
         """All buckets are compiled, and recorded on the trial pool.
 
         Args:
             run_largest: runs a step of each largest bucket; None on a start that has no time for it, whose activations
                 are estimated.
             keeps_graphs: whether the CUDA graphs on the trial pool stay when they are recorded on the real one.
+            unwritten: bytes of step buffers that take host memory only as they are written, which may be later.
         """
         before, now = self._before_compiling, self._now()
         if self._on_gpu:
@@ -237,7 +240,7 @@ class StartMemory:
             self._activations_are_measured = measured is not None
             estimate = int(_MARGIN * self._estimate) if run_largest is None else self._estimate
             self._activations = estimate if measured is None else measured
-        self._free_for_pool = self._free() - self._set_aside - self._activations - self._host_reserve()
+        self._free_for_pool = self._free() - self._set_aside - self._activations - self._host_reserve() - unwritten
 
     def num_blocks(self, unmeasured: int = 0) -> int:
         """Blocks that the KV pool gets, the sink left out.

@@ -160,6 +160,11 @@ class SamplingStage:
             mark_static_address(mark_sizes(tensor, self._sizes.prompt_rows))
 
     @property
+    def unwritten_bytes(self) -> int:
+        """Those of ``nbytes`` that take a host's memory only as requests count tokens."""
+        return self._token_counts.nbytes if self._device.type == "cpu" else 0
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors on the device."""
         inputs = sum(buffers.buffers.nbytes for buffers in self._logits_buffers.values())

@@ -443,7 +443,8 @@ class StartedModel:
             measures = not self.steps.serves_before and self.read_ahead is None
             run_largest = self.steps.run_largest if measures else None
             least(0, self.peers)  # all have loaded what they will, and none has a pool yet
-            memory.after_compiling(run_largest, keeps_graphs=self.steps.uses_trees)
+            unwritten = self.steps.sampling.unwritten_bytes
+            memory.after_compiling(run_largest, keeps_graphs=self.steps.uses_trees, unwritten=unwritten)
             self._record_on(asked := least(memory.num_blocks(), self.peers))
             if (num_blocks := least(memory.blocks_after_recording(asked), self.peers)) < asked:
                 self._record_on(num_blocks)
