@@ -18,6 +18,10 @@ class PassedOn(SamplingStage):
         """Without the buffers of a ``SamplingStage``."""
 
     @property
+    def unwritten_bytes(self) -> int:
+        return 0
+
+    @property
     def nbytes(self) -> int:
         return 0
 
