@@ -153,6 +153,13 @@ class Kernels:
         self._library.find_op.argtypes, self._library.find_op.restype = (ctypes.c_char_p,), ctypes.c_void_p
         return self._library.find_op(name.encode())
 
+    def rest(self) -> None:
+        """The threads of this process sleep until they are needed, also those that would spin for the next op.
+
+        For a process that shares its cores with another, which computes now.
+        """
+        self._library.rest_threads()
+
     def run(self, name: str, *args: Any, isa: str | None = None) -> Any:
         """The op ``name`` on the set ``isa``, which is built if need be; without one on the best, as torch runs it."""
         function = getattr(torch.ops.compiled_llm, name)

@@ -171,7 +171,8 @@ class EngineConfig:
         tensor_parallel_exact: add the parts of a layer's sums in one order whatever ``tensor_parallel_size`` is, so
             that 1, 2, 4 and 8 ranks give the same bits.
         pipeline_parallel_size: stages, which have whole layers that follow one another, each a process on a CPU, or
-            ``tensor_parallel_size`` processes. Steps of different requests are in them at once. See docs/parallel.md.
+            ``tensor_parallel_size`` processes. On NUMA nodes of their own they run steps of different requests at once;
+            on one node they take turns with all its cores. See docs/parallel.md.
         enable_expert_parallel: with ``tensor_parallel_size`` above 1: a rank has some experts of a mixture whole, and
             not a part of each.
         enforce_eager: run the same functions without compiling, for debugging.
@@ -451,7 +452,7 @@ class EngineLimits:
     whole_loras: int = 0  # of these, those with whole matrices
     splits_loras: bool = False  # whether decodes with adapters and without have buckets of their own
     max_tokens_beside_decodes: int | None = None  # of a step in which requests decode; None: no fewer than of others
-    num_stages: int = 1  # of a pipeline, in which so many steps of different requests are at once
+    steps_at_once: int = 1  # of a pipeline: so many of its stages can compute at once, each a step of other requests
 
     @property
     def blocks_per_request(self) -> int:
@@ -563,6 +564,5 @@ class EngineLimits:
             max_loras=config.lora_slots,
             whole_loras=config.whole_loras,
             max_tokens_beside_decodes=beside_decodes,
-            num_stages=config.pipeline_parallel_size,
             stream=stream if stream is not None and stream.sink_tokens else None,
         )

@@ -7,8 +7,8 @@
 A setting is a JSON object of engine arguments. A precision is a value of ``--quantization``, "none" for the weights as
 they are; after a slash, ``--quantization-head``. The first is what the others are compared with: a ratio is the median
 of those within a round, above 1 if faster. One round before is not counted. W1 gives decoded tokens a second, and which
-share of the machine's limit the reading of the weights alone is; W4 prefill; W5 tokens a second of 32 requests that
-decode together. The last line is JSON. Exit status: 0, or 2 for bad arguments.
+share of the machine's limit the reading of the weights alone is; W4 prefill; W5 tokens a second of 32 requests, of
+which as many decode together as ``max_num_seqs`` allows. The last line is JSON. Exit status: 0, or 2 for bad arguments.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def speed(engine: CompiledEngine, workload: str, seed: int) -> float:
     found = serving.generate(engine, requests, params)
     if workload == "W4":
         return len(requests[0].prompt_token_ids) / found.ttfts[0]
-    return len(requests) / statistics.median(found.tpots)
+    return min(len(requests), engine.runner.limits.max_num_seqs) / statistics.median(found.tpots)
 
 
 def measure(engines: dict[str, CompiledEngine], args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:

@@ -40,7 +40,8 @@ class EngineCore:
         entries: unfinished requests by the names that their users gave them.
         updated: names of requests that got a token or ended since the caller last read them. The caller removes a name
             once it has read the request, and calls ``forget`` for a finished one.
-        launched: steps that the device works on, oldest first: one, two where steps overlap, one for each stage.
+        launched: steps that the device works on, oldest first: one, two where steps overlap, or as many as stages
+            compute at once.
         counts, log: of what was done.
         delta_seconds: (base, of each, most): deltas are given every ``base + of each * running requests`` seconds, at
             least every ``most``, and are of several steps then. First and last tokens do not wait.
@@ -70,7 +71,7 @@ class EngineCore:
         self._advanced: deque[Request] = deque()  # requests that got a token or ended, and are still to be processed
         self._deltas_at = 0.0  # of ``time.perf_counter``: when they were last given
         overlaps = worker.facts.device_type == "cuda" if config.async_scheduling is None else config.async_scheduling
-        self._most_launched = 2 if overlaps else config.pipeline_parallel_size
+        self._most_launched = 2 if overlaps else worker.facts.limits.steps_at_once
         reader = LogprobReader(tokenizer, config.max_logprobs)
         self._step_logprobs = StepLogprobs(reader, self._completions, self._beams)
 

@@ -1,7 +1,9 @@
 """StageProcesses: the processes of pipeline parallelism, which the engine takes for one worker.
 
-Every stage gets every step, and runs its own layers of it once the stage before has. The last one samples. While a step
-is in one stage, steps of other requests are in the others: the scheduler has one in flight for each.
+Every stage gets every step, and runs its own layers of it once the stage before has. The last one samples. Where stages
+have cores of their own, on NUMA nodes of their own, steps of other requests are in the others meanwhile. On a machine
+with one memory they take turns with all its cores: a step of all requests, which reads each weight once, goes through
+all stages. Two steps of half the requests would each read all weights, beside each other, from the same memory.
 """
 
 import contextlib
@@ -27,7 +29,7 @@ from compiled_llm.parallel import rank_processes
 from compiled_llm.parallel.layer_costs import layer_costs
 from compiled_llm.parallel.rank_processes import PIECE_BYTES, RankProcesses
 from compiled_llm.scheduling.worker import StepResult, WorkerFacts
-from compiled_llm.system.numa import cores_of_ranks
+from compiled_llm.system.numa import cores_of_stages
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker.device import resolve_device
 from compiled_llm.worker.rank_gpus import check_ranks_on_gpus
@@ -44,6 +46,8 @@ class StageProcesses(RankProcesses):
     Attributes:
         ranks: the processes, stage after stage.
         layers: of each stage, its first layer and the one behind its last.
+        steps_at_once: that stages can compute, since each has cores of its own. Where stages share the cores of a
+            memory, one after the other computes the same step, with all of them.
 
     Raises:
         ValueError: as ``RankProcesses``; or the model cannot be cut so.
@@ -65,9 +69,10 @@ class StageProcesses(RankProcesses):
             check_ranks_on_gpus(config)
         check_stages(model_config, self.num_stages)
         size = self.num_stages * self.num_ranks
-        cores = cores_of_ranks(size)
-        if len({core for own in cores for core in own}) < size:
-            progress.line(f"{size} processes of stages share fewer cores, which they wait for in turns")
+        cores, self.steps_at_once = cores_of_stages(self.num_stages, self.num_ranks)
+        if len({core for own in cores[: self.num_ranks] for core in own}) < self.num_ranks:
+            progress.line(f"{self.num_ranks} ranks of a stage share fewer cores, which they wait for in turns")
+        takes_turns = self.steps_at_once < self.num_stages
         costs = layer_costs(config, model_config, directory, progress, config.num_threads or len(cores[0]))
         self.layers = balanced(model_config, costs, self.num_stages) or []
         of_stages = ", ".join(f"{first} to {end - 1}" for first, end in self.layers)
@@ -88,7 +93,9 @@ class StageProcesses(RankProcesses):
                     stage, rank = divmod(place, self.num_ranks)
                     receives = links[stage - 1][rank][0] if stage else None
                     sends = links[stage][rank][1] if stage + 1 < self.num_stages else None
-                    linked = StageStart(place, size, Inherited(peers), self.num_stages + 1, receives, sends)
+                    linked = StageStart(
+                        place, size, Inherited(peers), receives, sends, self.steps_at_once + 1, takes_turns
+                    )
                     shard = None
                     if self.num_ranks > 1 or config.tensor_parallel_exact:
                         shard = Shard(rank, self.num_ranks, config.tensor_parallel_exact, config.enable_expert_parallel)
@@ -105,7 +112,8 @@ class StageProcesses(RankProcesses):
     def _start(self) -> None:
         super()._start()
         firsts = self.ranks[:: self.num_ranks]
-        self.facts = _facts([process.facts for process in firsts])
+        self.limits = dataclasses.replace(self.limits, steps_at_once=self.steps_at_once)
+        self.facts = dataclasses.replace(_facts([process.facts for process in firsts]), limits=self.limits)
         self.cache_dtypes = tuple(dtype for process in firsts for dtype in process.cache_dtypes)
         self.transforms = self.ranks[-1].transforms
 

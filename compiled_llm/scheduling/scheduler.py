@@ -173,7 +173,7 @@ class Scheduler:
     def _queue(self, request: Request) -> None:
         prompt_len = len(request.prompt_token_ids)
         assert 0 < prompt_len <= request.max_num_tokens <= self.request_capacity
-        request.waits_for_tokens |= self.limits.num_stages > 1
+        request.waits_for_tokens |= self.limits.steps_at_once > 1
         if self.drafts is not None:
             request.takes_drafts = self.drafts.takes_drafts(request)
             request.waits_for_tokens |= request.takes_drafts

@@ -57,8 +57,8 @@ class StepPlanner:
         self._preempt_for_priority()
         self._make_room_for_the_first()
         self._num_drafts, self._masked = 0, []
-        # Of a pipeline, each step in flight has its share of the requests that decode.
-        self._most_decodes = -(-len(self.running) // self.limits.num_stages)
+        # Where stages compute at once, each step in flight has its share of the requests that decode.
+        self._most_decodes = -(-len(self.running) // self.limits.steps_at_once)
         num_preempted = len(self.running_set.preempted)
         requests: list[Request] = []
         lacking = self._schedule_single_tokens(output, requests)

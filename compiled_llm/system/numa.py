@@ -14,13 +14,31 @@ def cores_of_ranks(size: int, nodes: Path = _NODES) -> list[list[int]]:
     Where there are several NUMA nodes, a process stays within one, if as many processes can have each. What a process
     first writes then lies in its node's memory. With more processes than cores, several have the same core.
     """
+    groups = _groups(size, nodes)
+    each = size // len(groups)
+    return [_part(cores, number, each) for cores in groups for number in range(each)]
+
+
+def cores_of_stages(num_stages: int, num_ranks: int, nodes: Path = _NODES) -> tuple[list[list[int]], int]:
+    """For each of ``num_ranks`` processes of each stage, stage after stage, the cores that it is to keep to.
+
+    Stages that follow one another share the cores of a NUMA node, each rank its part of them: they take turns. Returned
+    besides is how many stages can compute at once, since no other has their cores: one on a machine with one memory.
+    """
+    groups = _groups(num_stages, nodes)
+    if len(groups) == 1:  # or the ranks of a stage lie on several nodes
+        return cores_of_ranks(num_ranks, nodes) * num_stages, 1
+    of_each = num_stages // len(groups)
+    of_ranks = [[_part(cores, rank, num_ranks) for rank in range(num_ranks)] for cores in groups]
+    return [cores for own in of_ranks for cores in own * of_each], len(groups)
+
+
+def _groups(size: int, nodes: Path) -> list[list[int]]:
+    """The cores that this process may use, by NUMA nodes if as many of ``size`` things can have each; else together."""
     allowed = sorted(os.sched_getaffinity(0))
     groups = [cores for node in _cores_of_nodes(nodes) if (cores := [core for core in allowed if core in node])]
     known = {core for cores in groups for core in cores}
-    if not groups or known != set(allowed) or size % len(groups):
-        groups = [allowed]
-    each = size // len(groups)
-    return [_part(cores, number, each) for cores in groups for number in range(each)]
+    return [allowed] if not groups or known != set(allowed) or size % len(groups) else groups
 
 
 def _part(cores: Sequence[int], number: int, number_of: int) -> list[int]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from compiled_llm.ops import RankGroup
+from compiled_llm.ops import RankGroup, native
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.worker.launched_step import LaunchedStep
@@ -41,16 +41,18 @@ class StageStart(NamedTuple):
     Attributes:
         place: of the process among all of all stages; ``num_processes``: how many these are.
         peers: the descriptor of the memory in which all agree.
-        num_slots: of the memory of links: most steps in flight.
         receives, sends: None where no stage comes before, or after.
+        num_slots: of the memory of links: one more than steps in flight.
+        takes_turns: whether the stages before and after compute on the same cores.
     """
 
     place: int
     num_processes: int
     peers: Inherited | int
-    num_slots: int
     receives: LinkEnd | None
     sends: LinkEnd | None
+    num_slots: int
+    takes_turns: bool
 
     def group(self) -> RankGroup:
         """All processes of all stages. Once, in the process itself."""
@@ -74,6 +76,8 @@ class Stage:
         )
         self._number, self._is_broken, self._is_sent = -1, False, False
         self._waited = 0.0  # for the stage before, in the step that runs
+        # g++ makes one team of the threads of all ops: any of its libraries will do.
+        self._kernels = native.load("linear_cpu") if start.takes_turns else None
         runner.watch = self._between
 
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
@@ -91,6 +95,8 @@ class Stage:
             raise
         step.seconds -= self._waited
         self._runner.times.execute_seconds -= self._waited
+        if self._kernels is not None:
+            self._kernels.rest()
         return step
 
     def _between(self, output: SchedulerOutput, bucket: Bucket, run: Callable[[], Tensor]) -> Tensor:
@@ -102,6 +108,8 @@ class Stage:
             slot = self._sends[1][self._number % self._num_slots]
             slot[: len(result)] = result
             self._say(len(result))
+        if self._kernels is not None:
+            self._kernels.rest()
         return result
 
     def _receive(self, bucket: Bucket) -> None:

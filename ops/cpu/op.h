@@ -107,6 +107,9 @@ extern "C" __attribute__((visibility("default"))) void use_kernels(const void* k
   if (first) register_ops();
 }
 
+// For ../native.py.
+extern "C" __attribute__((visibility("default"))) void rest_threads() { team::first_team().rest(); }
+
 // For ../native_program.py: how an op of this library is called without torch; null if it has none of that name.
 extern "C" __attribute__((visibility("default"))) Direct find_op(const char* name) {
   for (const Op& op : ops)

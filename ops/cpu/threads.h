@@ -95,6 +95,7 @@ class Team {
     work_ = work;
     context_ = context;
     error_ = nullptr;
+    rests_.store(false, std::memory_order_relaxed);
     done_.store(0, std::memory_order_relaxed);
     const uint32_t loop = loop_.load(std::memory_order_relaxed) + 1;
     door_.store({loop, static_cast<uint16_t>(count - 1), 0}, std::memory_order_release);
@@ -109,6 +110,14 @@ class Team {
     taken_.store(false, std::memory_order_release);
     if (error) std::rethrow_exception(error);
     return true;
+  }
+
+  // Helpers that spin sleep at once, until the next loop: another process waits for their cores.
+  void rest() {
+    if (taken_.exchange(true, std::memory_order_acquire)) return;
+    rests_.store(true, std::memory_order_relaxed);
+    loop_.fetch_add(1, std::memory_order_seq_cst);  // a loop with no room for helpers, of which those that sleep hear nothing
+    taken_.store(false, std::memory_order_release);
   }
 
   // The team after this one, for a caller that finds this one taken.
@@ -142,7 +151,9 @@ class Team {
     take_short_turns();
     int64_t before = 0;  // interruptions, when it last waited for long
     for (uint32_t seen = 0;;) {
-      if (!spin_while(loop_, seen, kHelperSpin)) {
+      if (rests_.load(std::memory_order_relaxed)) {
+        loop_.wait(seen, std::memory_order_acquire);
+      } else if (!spin_while(loop_, seen, kHelperSpin)) {
         const int64_t now = interruptions();
         if (now != std::exchange(before, now) || !spin_while(loop_, seen, kAloneSpin))
           loop_.wait(seen, std::memory_order_acquire);
@@ -174,7 +185,7 @@ class Team {
     }
   }
 
-  std::atomic<bool> taken_ = false;
+  std::atomic<bool> taken_ = false, rests_ = false;
   int64_t helpers_ = 0;
   void (*work_)(void*) = nullptr;
   void* context_ = nullptr;

@@ -118,7 +118,6 @@ def test_ranks() -> None:
 
 def test_what_stages_do_not_go_with_is_refused_by_name() -> None:
     assert EngineConfig(wait_for_compile=False, pipeline_parallel_size=2).waits_for_compile
-    assert limits(pipeline_parallel_size=2).num_stages == 2
     EngineConfig(pipeline_parallel_size=2, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
     refused: dict[str, object] = {
         "enable_lora": True,

@@ -1,6 +1,10 @@
 """Engines beside each other and beside other programs: ratios and shares are those within a round."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import psutil
+import pytest
 
 from compiled_llm.bench import settings, shared
 
@@ -32,3 +36,14 @@ def test_busy_loops_run_and_end() -> None:
     with shared.busy_loops(2):
         assert len(set(psutil.Process().children()) - before) == 2
     assert set(psutil.Process().children()) == before
+
+
+@pytest.mark.parametrize(("max_num_seqs", "expected"), [(8, 800.0), (64, 3200.0)])
+def test_a_rate_is_of_the_requests_that_decode_together(
+    max_num_seqs: int, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W5 has 32 requests, here with 10 ms from one token of a request to its next."""
+    monkeypatch.setattr(settings.serving, "generate", lambda *args: SimpleNamespace(tpots=[0.01] * 32))
+    limits, model = SimpleNamespace(max_num_seqs=max_num_seqs), SimpleNamespace(vocab_size=100)
+    engine: Any = SimpleNamespace(model_config=model, runner=SimpleNamespace(limits=limits))
+    assert settings.speed(engine, "W5", 0) == pytest.approx(expected)

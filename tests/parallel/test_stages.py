@@ -26,8 +26,25 @@ LONG = SamplingParams(temperature=0, max_tokens=28, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def stages() -> Iterator[CompiledEngine]:
+    """Two that take turns with the same cores."""
     with CompiledEngine(pipeline_parallel_size=2, speculative_config=NGRAM, **SIZES) as engine:
         yield engine
+
+
+@pytest.fixture(scope="module")
+def stages_apart() -> Iterator[CompiledEngine]:
+    """Two as on a machine with two NUMA nodes, each with the cores of one."""
+    with pytest.MonkeyPatch.context() as patch:
+        cores = sorted(os.sched_getaffinity(0))
+        patch.setattr("compiled_llm.parallel.stages.cores_of_stages", lambda *sizes: ([cores[:1], cores[-1:]], 2))
+        with CompiledEngine(pipeline_parallel_size=2, speculative_config=NGRAM, **SIZES) as engine:
+            yield engine
+
+
+@pytest.fixture(scope="module")
+def of_one_process() -> list[Any]:
+    with CompiledEngine(speculative_config=NGRAM, **SIZES) as engine:
+        return served(engine)
 
 
 def runner_of(engine: CompiledEngine) -> StageProcesses:
@@ -46,11 +63,9 @@ def served(engine: CompiledEngine) -> list[Any]:
     return bits(engine.generate(PROMPTS * 2, PARAMS * 2, use_tqdm=False))
 
 
-def test_the_same_bits_as_of_one_process(stages: CompiledEngine) -> None:
+def test_the_same_bits_as_of_one_process(stages: CompiledEngine, of_one_process: list[Any]) -> None:
     """With prompts in chunks, preemption by swap, prefix hits, sampling, penalties, a grammar, drafts."""
-    with CompiledEngine(speculative_config=NGRAM, **SIZES) as engine:
-        theirs = served(engine)
-    assert served(stages) == theirs
+    assert served(stages) == of_one_process
     stats = stages.stats()
     assert stats.num_swap_preemptions > 0
     assert stats.num_swapped_in_tokens > 0
@@ -59,16 +74,40 @@ def test_the_same_bits_as_of_one_process(stages: CompiledEngine) -> None:
     before = stages.stats().prefix_hit_tokens
     found = stages.generate(PROMPTS[1], PARAMS[1], use_tqdm=False)
     assert stages.stats().prefix_hit_tokens > before
-    assert bits(found) == theirs[1:2]
+    assert bits(found) == of_one_process[1:2]
 
 
-def test_steps_of_different_requests_are_in_all_stages(stages: CompiledEngine) -> None:
-    core, seen = stages._core, list[list[tuple[Any, ...]]]()
-    for number in range(4):
-        stages.add_request(str(number), PROMPTS[number], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
-    while stages.has_unfinished_requests():
-        stages.step()
-        seen.append([output.request_ids for output, _ in core.launched])
+def steps_of_four_requests(engine: CompiledEngine) -> list[tuple[list[Any], list[Any]]]:
+    """After each step: the requests of those that are under way then, and of the one that was launched last."""
+    seen, launch, last = list[tuple[list[Any], list[Any]]](), engine.runner.launch, list[Any]()
+
+    def noting(output: SchedulerOutput) -> Any:
+        last[:] = output.request_ids
+        return launch(output)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.runner, "launch", noting)
+        for number in range(4):
+            engine.add_request(str(number), PROMPTS[number], SamplingParams(temperature=0, max_tokens=12))
+        while engine.has_unfinished_requests():
+            engine.step()
+            seen.append(([list(output.request_ids) for output, _ in engine._core.launched], list(last)))
+    return seen
+
+
+def test_stages_on_the_same_cores_have_a_step_of_all_requests(stages: CompiledEngine) -> None:
+    seen = steps_of_four_requests(stages)
+    assert runner_of(stages).steps_at_once == stages.scheduler.limits.steps_at_once == 1
+    assert {process.num_threads for process in runner_of(stages).ranks} == {stages.runner.num_threads // 2}
+    assert not any(under_way for under_way, _ in seen)
+    assert max(len(last) for _, last in seen) == 4
+
+
+def test_stages_on_cores_of_their_own_have_steps_of_different_requests(
+    stages_apart: CompiledEngine, of_one_process: list[Any]
+) -> None:
+    assert served(stages_apart) == of_one_process
+    seen = [under_way for under_way, _ in steps_of_four_requests(stages_apart)]
     # After a step was collected, one of other requests is under way.
     assert max(map(len, seen)) == 1
     decodes = [steps[0] for steps in seen if steps and len(steps[0]) == 2]
@@ -95,8 +134,9 @@ def test_reports_are_of_all_stages(stages: CompiledEngine) -> None:
         _ = stages.own_runner
 
 
-def test_a_step_that_fails_is_an_error_and_stages_go_on(stages: CompiledEngine) -> None:
+def test_a_step_that_fails_is_an_error_and_stages_go_on(stages_apart: CompiledEngine) -> None:
     """Steps behind it are skipped, until one begins without any request."""
+    stages = stages_apart
     expected, runner = brief(stages), runner_of(stages)
     unknown = SchedulerOutput(request_ids=("nobody",), num_scheduled_tokens=(1,), token_ids=(5,))
     first, second = runner.launch(unknown), runner.launch(unknown)

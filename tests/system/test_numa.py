@@ -1,11 +1,11 @@
-"""Cores of ranks: apart, near each other, of one NUMA node."""
+"""Cores of ranks: apart, near each other, of one NUMA node. Those of stages that share a node: the same."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from compiled_llm.system.numa import cores_of_ranks
+from compiled_llm.system.numa import cores_of_ranks, cores_of_stages
 
 
 @pytest.mark.parametrize(
@@ -25,8 +25,39 @@ from compiled_llm.system.numa import cores_of_ranks
 def test_cores_of_ranks(
     allowed: list[int], lists: list[str], size: int, expected: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for number, text in enumerate(lists):
-        (tmp_path / f"node{number}").mkdir()
-        (tmp_path / f"node{number}" / "cpulist").write_text(text + "\n")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(allowed))
+    machine(allowed, lists, tmp_path, monkeypatch)
     assert cores_of_ranks(size, tmp_path) == expected
+
+
+def machine(allowed: list[int], lists: list[str], nodes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Linux shows it."""
+    for number, text in enumerate(lists):
+        (nodes / f"node{number}").mkdir()
+        (nodes / f"node{number}" / "cpulist").write_text(text + "\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(allowed))
+
+
+@pytest.mark.parametrize(
+    ("allowed", "lists", "sizes", "expected", "at_once"),
+    [
+        (range(2), ["0-1"], (2, 1), [[0, 1], [0, 1]], 1),
+        (range(4), [], (3, 2), [[0, 1], [2, 3]] * 3, 1),
+        (range(4), ["0-1", "2-3"], (2, 1), [[0, 1], [2, 3]], 2),
+        (range(4), ["0-1", "2-3"], (4, 1), [[0, 1], [0, 1], [2, 3], [2, 3]], 2),
+        (range(4), ["0-1", "2-3"], (2, 2), [[0], [1], [2], [3]], 2),
+        (range(4), ["0-1", "2-3"], (3, 2), [[0, 1], [2, 3]] * 3, 1),  # the ranks of each stage lie on both nodes
+        (range(4), ["0-1", "2-3"], (3, 1), [[0, 1, 2, 3]] * 3, 1),
+        (range(1), ["0"], (2, 2), [[0]] * 4, 1),
+    ],
+)
+def test_cores_of_stages(
+    allowed: list[int],
+    lists: list[str],
+    sizes: tuple[int, int],
+    expected: list,
+    at_once: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine(allowed, lists, tmp_path, monkeypatch)
+    assert cores_of_stages(*sizes, tmp_path) == (expected, at_once)

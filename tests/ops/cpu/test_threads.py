@@ -4,6 +4,7 @@ import ctypes
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -102,6 +103,27 @@ def test_helpers_sleep_when_there_is_nothing_to_do(loops: Loops) -> None:
     time.sleep(0.5)
     assert time.process_time() - before < 0.05
     assert loops.count(3, 0, 100, 1, 100)[0] == [1] * 100, "and are woken"
+
+
+def test_helpers_rest_at_once_where_another_process_wants_their_cores(loops: Loops) -> None:
+    def seconds_after(ends: Callable[[], object]) -> float:
+        """Of the processor, in the milliseconds in which helpers would spin."""
+        found = 0.0
+        for _ in range(40):
+            assert loops.count(3, 0, 100, 1, 10)[0] == [1] * 100
+            ends()
+            before = time.process_time()
+            time.sleep(0.001)
+            found += time.process_time() - before
+        return found
+
+    # Other work may keep helpers from their cores for a while.
+    assert any(seconds_after(loops.library.rest) < seconds_after(int) / 2 for _ in range(10))
+    assert max(loops.count(3, 0, 100, 1, 500)[1] for _ in range(10)) == 3, "and are woken"
+    with ThreadPoolExecutor(2) as pool:
+        rests = pool.submit(lambda: [loops.library.rest() for _ in range(100)])
+        while not rests.done():
+            assert loops.count(3, 0, 64, 1, 1)[0] == [1] * 64
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

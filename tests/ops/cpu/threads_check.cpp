@@ -55,3 +55,5 @@ EXPORT int64_t thrown(int64_t threads, int64_t at, int64_t items) {
 }
 
 EXPORT const void* first_team() { return &team::first_team(); }
+
+EXPORT void rest() { team::first_team().rest(); }
