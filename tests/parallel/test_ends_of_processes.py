@@ -54,10 +54,15 @@ def kill_at_a_random_moment(seed: int, of_what: str, **arguments: Any) -> None:
 
     def kill() -> None:
         ends.wait(moment)
+        deadline = time.monotonic() + 60
         while not ends.is_set() and len(found := ranks_here()) < 2:
             time.sleep(0.05)
+            if time.monotonic() > deadline:
+                ends.set()  # nothing will be raised
         if not ends.is_set():
             found[place].send_signal(signal.SIGKILL)
+            ends.wait(60)  # for the engine to find out
+            ends.set()
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -65,7 +70,7 @@ def kill_at_a_random_moment(seed: int, of_what: str, **arguments: Any) -> None:
         message = f"the process of {of_what} {place} ended with exit code -9"
         with pytest.raises(WorkerFailedError, match=message):  # noqa: PT012
             engine = CompiledEngine(**arguments, **SMALL)
-            while True:
+            while not ends.is_set():
                 engine.generate(["def", "import os"], LONG, use_tqdm=False)
     finally:
         ends.set()
@@ -78,6 +83,12 @@ def kill_at_a_random_moment(seed: int, of_what: str, **arguments: Any) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_a_rank_is_killed_at_a_random_moment(seed: int) -> None:
     kill_at_a_random_moment(seed, "rank", tensor_parallel_size=2)
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("seed", range(6))
+def test_a_stage_is_killed_at_a_random_moment(seed: int) -> None:
+    kill_at_a_random_moment(seed, "stage", pipeline_parallel_size=2)
 
 
 @pytest.mark.battery

@@ -16,7 +16,6 @@ from compiled_llm.parallel.stages import StageProcesses
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from tests.families import checkpoint
 from tests.forked_workers import forked_workers  # noqa: F401 - a fixture
-from tests.parallel.test_ends_of_processes import kill_at_a_random_moment
 from tests.parallel.test_rank_processes import ARGUMENTS, PARAMS, PROMPTS, SMALL, brief, outcomes
 
 SIZES: dict[str, Any] = {**ARGUMENTS, "async_scheduling": None, "progress": "off"}
@@ -164,12 +163,6 @@ def test_a_stage_that_hangs_is_named(stage: int, monkeypatch: pytest.MonkeyPatch
     (reason,) = set(outcomes(engine))
     assert f"stage {stage} hangs" in reason
     engine.close()
-
-
-@pytest.mark.battery
-@pytest.mark.parametrize("seed", range(6))
-def test_a_stage_is_killed_at_a_random_moment(seed: int) -> None:
-    kill_at_a_random_moment(seed, "stage", pipeline_parallel_size=2)
 
 
 @pytest.mark.battery
