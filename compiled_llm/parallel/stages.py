@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import psutil
+import torch
 from torch import Tensor
 
 from compiled_llm.api.config import EngineConfig
@@ -31,6 +32,7 @@ from compiled_llm.parallel.rank_processes import PIECE_BYTES, RankProcesses
 from compiled_llm.scheduling.worker import StepResult, WorkerFacts
 from compiled_llm.system.numa import cores_of_stages
 from compiled_llm.system.progress import StartProgress
+from compiled_llm.system.resources import granted_cores
 from compiled_llm.worker.device import resolve_device
 from compiled_llm.worker.rank_gpus import check_ranks_on_gpus
 from compiled_llm.worker.rank_start import Inherited, RankStart, map_memory
@@ -73,7 +75,8 @@ class StageProcesses(RankProcesses):
         if len({core for own in cores[: self.num_ranks] for core in own}) < self.num_ranks:
             progress.line(f"{self.num_ranks} ranks of a stage share fewer cores, which they wait for in turns")
         takes_turns = self.steps_at_once < self.num_stages
-        costs = layer_costs(config, model_config, directory, progress, config.num_threads or len(cores[0]))
+        threads = config.num_threads or min(torch.get_num_threads(), len(cores[0]), granted_cores())  # as stages do
+        costs = layer_costs(config, model_config, directory, progress, threads)
         self.layers = balanced(model_config, costs, self.num_stages) or []
         of_stages = ", ".join(f"{first} to {end - 1}" for first, end in self.layers)
         progress.line(f"layers of {self.num_stages} stages: {of_stages}")

@@ -76,6 +76,24 @@ def test_the_same_bits_as_of_one_process(stages: CompiledEngine, of_one_process:
     assert bits(found) == of_one_process[1:2]
 
 
+def test_layers_are_measured_on_the_threads_of_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of cores that a container may not keep busy all the time, as many as its quota has."""
+    asked = list[int]()
+
+    def noting(*args: Any) -> Any:
+        asked.append(args[-1])
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr("compiled_llm.parallel.stages.layer_costs", noting)
+    monkeypatch.setattr("compiled_llm.parallel.stages.granted_cores", lambda: 3)
+    monkeypatch.setattr("compiled_llm.parallel.stages.cores_of_stages", lambda *sizes: ([[*range(8)]] * 2, 1))
+    for threads, given in ((8, None), (2, None), (8, 1)):
+        monkeypatch.setattr("compiled_llm.parallel.stages.torch.get_num_threads", lambda threads=threads: threads)
+        with pytest.raises(RuntimeError, match="far enough"):
+            CompiledEngine(pipeline_parallel_size=2, num_threads=given, **SIZES)
+    assert asked == [3, 2, 1]
+
+
 def steps_of_four_requests(engine: CompiledEngine) -> list[tuple[list[Any], list[Any]]]:
     """After each step: the requests of those that are under way then, and of the one that was launched last."""
     seen, launch, last = list[tuple[list[Any], list[Any]]](), engine.runner.launch, list[Any]()
