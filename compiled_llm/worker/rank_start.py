@@ -6,8 +6,9 @@ import mmap
 import os
 import platform
 import threading
+from collections.abc import Callable
 from multiprocessing import connection, parent_process, reduction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from compiled_llm.ops import RankGroup, native
 from compiled_llm.ops.parallel.reductions import least
 from compiled_llm.system.resources import granted_cores
 from compiled_llm.worker.rank_gpus import GpuOfRank, described_gpu
+
+T = TypeVar("T")
 
 
 class Inherited:
@@ -100,6 +103,24 @@ class CompileTurn:
             os.sched_setaffinity(0, self._cores)
         if not self.waits:
             least(0, self._group)
+
+
+def in_turns(run: Callable[[], T], group: RankGroup, peers: RankGroup) -> T:
+    """What ``run`` gives while other stages sleep, which may have the same cores. For times that are measured.
+
+    Args:
+        run: what the ranks of a stage do together.
+        group: the ranks of this process's stage.
+        peers: all processes of all stages, stage after stage.
+    """
+    (place, size), num_ranks, found = peers.place[:2].tolist(), int(group.place[1]), list[T]()
+    if size == num_ranks:
+        return run()
+    for stage in range(size // num_ranks):
+        if stage == place // num_ranks:
+            found.append(run())
+        least(0, peers)
+    return found[0]
 
 
 def map_memory(descriptor: int) -> Tensor:

@@ -76,7 +76,7 @@ from compiled_llm.worker.memory import (
 from compiled_llm.worker.offloaded_weights import offloaded
 from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
 from compiled_llm.worker.rank_gpus import GpuOfRank, check_ranks_on_gpus, close_group, gpu_group
-from compiled_llm.worker.rank_start import CompileTurn
+from compiled_llm.worker.rank_start import CompileTurn, in_turns
 from compiled_llm.worker.read_ahead import ReadAhead
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.shared_rows import SharedSwapSpace
@@ -476,7 +476,9 @@ class StartedModel:
             self.files = open_files(config, *of_model, self.device, self.swap_space.layout, self.swap_space.pools)
             contents, known = (self.files.folder.key.hex(),), tuple(self.files.folder.known)
         try:
-            found = worker_facts(config, self.steps, num_blocks, self.swap_space, contents, progress, agreed)
+            sizes = num_blocks, self.swap_space, contents
+            measure = functools.partial(worker_facts, config, self.steps, *sizes, progress, agreed)
+            found = in_turns(measure, self._host_group, self.peers)
         except BaseException:
             if self.files is not None:
                 self.files.close()  # its threads would outlive a start that failed
