@@ -76,8 +76,8 @@ class Stage:
         )
         self._number, self._is_broken, self._is_sent = -1, False, False
         self._waited = 0.0  # for the stage before, in the step that runs
-        # g++ makes one team of the threads of all ops: any of its libraries will do.
-        self._kernels = native.load("linear_cpu") if start.takes_turns else None
+        # g++ makes one team of the threads of all ops: any of its libraries will do. All models have loaded this one.
+        self._kernels = native.load("rowwise_cpu") if start.takes_turns else None
         runner.watch = self._between
 
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
