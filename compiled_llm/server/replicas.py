@@ -36,7 +36,8 @@ from compiled_llm.server.settings import ServerSettings
 from compiled_llm.server.take_over import OtherServer, OtherServerError
 from compiled_llm.server.unread import EngineEndedError, RequestAbortedError, Unread
 from compiled_llm.system.child_process import framed
-from compiled_llm.system.resources import core_parts, granted_cores, threads_of
+from compiled_llm.system.numa import threads_each
+from compiled_llm.system.resources import core_parts, threads_of
 
 _STATS_SECONDS = 2.0  # a step may take so long; then /metrics is without the engine's own counts
 _HOST_BYTES = 1 << 30  # by way of which blocks come and go, where nothing is given
@@ -59,12 +60,11 @@ def engine_clients(config: EngineConfig, settings: ServerSettings) -> list[Engin
         )
     if config.device.startswith("cuda:"):
         raise ValueError(f"device must be 'auto', 'cpu' or 'cuda' with data_parallel_size, given {config.device!r}")
-    num_cores = len(os.sched_getaffinity(0))
-    if count > num_cores:
+    if count > (num_cores := len(os.sched_getaffinity(0))):
         names = "data_parallel_size" + " and prefill_replicas together" * (settings.prefill_replicas > 0)
         raise ValueError(f"{names} must be at most {num_cores}, the cores that this process may use, given {count}")
     if config.num_threads is None:  # the same number for all: code is compiled for one
-        most = max(1, granted_cores() // (count * config.num_processes))
+        most = threads_each(core_parts(count), config.pipeline_parallel_size, config.tensor_parallel_size)
         config = dataclasses.replace(config, num_threads=threads_of(os.environ.get("OMP_NUM_THREADS", ""), most))
     given = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count * config.tensor_parallel_size)))
     gpus = [name.strip() for name in given.split(",")]

@@ -21,6 +21,7 @@ from compiled_llm.server.messages import VERSION, AdapterRef, Generate, Output, 
 from compiled_llm.server.replicas import Replicas, engine_clients
 from compiled_llm.server.settings import ServerSettings
 from compiled_llm.server.unread import EngineEndedError, RequestAbortedError
+from compiled_llm.system import numa
 from compiled_llm.system.child_process import LENGTH_BYTES
 from tests.server.conftest import BrokenEngineError, Running, running_with
 from tests.server.test_manners import CLOSE, LONG, events, open_request, until
@@ -307,7 +308,7 @@ def test_each_engine_gets_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch
     assert alone.place == Place(), "one is as ever"
     assert alone.config == EngineConfig()
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: set(range(5)))
-    monkeypatch.setattr(module, "granted_cores", lambda: 5)
+    monkeypatch.setattr(numa, "granted_cores", lambda: 5)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5")
     clients = engine_clients(EngineConfig(), ServerSettings(data_parallel_size=2))
@@ -315,9 +316,11 @@ def test_each_engine_gets_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch
     assert [client.config.num_threads for client in clients] == [2, 2], "as many, for graphs are compiled for a number"
     of_ranks = engine_clients(EngineConfig(tensor_parallel_size=2), ServerSettings(data_parallel_size=2))
     assert [client.config.num_threads for client in of_ranks] == [1, 1], "of each rank, which has its part of the cores"
+    of_stages = engine_clients(EngineConfig(pipeline_parallel_size=2), ServerSettings(data_parallel_size=2))
+    assert [client.config.num_threads for client in of_stages] == [2, 2], "of each stage, which take turns"
     assert [client.config.progress for client in clients] == ["auto", "off"]
     assert [client.place.environment for client in clients] == [{"CUDA_VISIBLE_DEVICES": name} for name in "35"]
-    monkeypatch.setattr(module, "granted_cores", lambda: 1)
+    monkeypatch.setattr(numa, "granted_cores", lambda: 1)
     assert engine_clients(EngineConfig(), ServerSettings(data_parallel_size=4))[0].config.num_threads == 1
     own = engine_clients(EngineConfig(num_threads=2), ServerSettings(data_parallel_size=2))
     assert [client.config.num_threads for client in own] == [2, 2]

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from compiled_llm.system.numa import cores_of_ranks, cores_of_stages
+from compiled_llm.system import numa
+from compiled_llm.system.numa import cores_of_ranks, cores_of_stages, threads_each
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,7 @@ def machine(allowed: list[int], lists: list[str], nodes: Path, monkeypatch: pyte
         (range(4), ["0-1", "2-3"], (3, 2), [[0, 1], [2, 3]] * 3, 1),  # the ranks of each stage lie on both nodes
         (range(4), ["0-1", "2-3"], (3, 1), [[0, 1, 2, 3]] * 3, 1),
         (range(1), ["0"], (2, 2), [[0]] * 4, 1),
+        ([0, 2, 3], ["0-1", "2-3"], (2, 2), [[0], [2, 3]] * 2, 1),  # a node has fewer cores than a stage has ranks
     ],
 )
 def test_cores_of_stages(
@@ -61,3 +63,30 @@ def test_cores_of_stages(
 ) -> None:
     machine(allowed, lists, tmp_path, monkeypatch)
     assert cores_of_stages(*sizes, tmp_path) == (expected, at_once)
+
+
+@pytest.mark.parametrize(
+    ("parts", "sizes", "granted", "expected"),
+    [
+        ([range(4), range(4, 8)], (1, 1), 8, 4),
+        ([range(4), range(4, 8)], (1, 2), 8, 2),
+        ([range(4), range(4, 8)], (2, 1), 8, 4),  # stages of a node take turns
+        ([range(4), range(4, 8)], (2, 2), 8, 2),
+        ([range(4), range(4, 8)], (2, 1), 5, 2),
+        ([[0, 1, 4, 5], [2, 3, 6, 7]], (2, 1), 8, 2),  # each stage has a node's
+        ([range(6), range(6, 8)], (1, 1), 8, 2),
+        ([range(4), range(4, 8)], (1, 8), 8, 1),
+    ],
+)
+def test_threads_each(
+    parts: list[list[int]],
+    sizes: tuple[int, int],
+    granted: int,
+    expected: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine([], ["0-3", "4-7"], tmp_path, monkeypatch)
+    monkeypatch.setattr(numa, "_cores_of_nodes", lambda nodes, read=numa._cores_of_nodes: read(tmp_path))
+    monkeypatch.setattr(numa, "granted_cores", lambda: granted)
+    assert threads_each(parts, *sizes) == expected
