@@ -40,14 +40,19 @@ def hand_over(
 
 
 def token_key(
-    config: EngineConfig, model_config: ModelConfig, device: torch.device, num_threads: int, tokenizer: bytes
+    config: EngineConfig,
+    model_config: ModelConfig,
+    device: torch.device,
+    num_threads: int,
+    tokenizer: bytes,
+    steps_at_once: int = 1,
 ) -> str:
     """Of all that tokens and their texts depend on besides their request: engines with the same key give the same.
 
-    How many tokens a request may have is left out. ``num_threads``: the engine's, of all its ranks and stages;
-    ``tokenizer``: the library's, as JSON.
+    How many tokens a request may have is left out. ``num_threads``: the engine's, of all its ranks and of
+    ``steps_at_once`` stages; ``tokenizer``: the library's, as JSON.
     """
     facts = model_config, config.split_special_tokens, tokenizer
     # Numbers depend on how many threads a process has.
-    with own_settings(num_threads // config.num_processes):
+    with own_settings(num_threads // (config.tensor_parallel_size * steps_at_once)):
         return folder_key(config, facts, [checkpoint_directory(config)], device, ()).hex()

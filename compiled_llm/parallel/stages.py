@@ -29,6 +29,7 @@ from compiled_llm.ops.parallel.rank_group import abort, bytes_for, meetings
 from compiled_llm.parallel import rank_processes
 from compiled_llm.parallel.layer_costs import layer_costs
 from compiled_llm.parallel.rank_processes import PIECE_BYTES, RankProcesses
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.worker import StepResult, WorkerFacts
 from compiled_llm.system.numa import cores_of_stages
 from compiled_llm.system.progress import StartProgress
@@ -48,6 +49,7 @@ class StageProcesses(RankProcesses):
     Attributes:
         ranks: the processes, stage after stage.
         layers: of each stage, its first layer and the one behind its last.
+        num_threads: of the stages that compute at once.
         steps_at_once: that stages can compute, since each has cores of its own. Where stages share the cores of a
             memory, one after the other computes the same step, with all of them.
 
@@ -115,10 +117,19 @@ class StageProcesses(RankProcesses):
     def _start(self) -> None:
         super()._start()
         firsts = self.ranks[:: self.num_ranks]
+        self.num_threads = self.num_threads * self.steps_at_once // self.num_stages
         self.limits = dataclasses.replace(self.limits, steps_at_once=self.steps_at_once)
         self.facts = dataclasses.replace(_facts([process.facts for process in firsts]), limits=self.limits)
         self.cache_dtypes = tuple(dtype for process in firsts for dtype in process.cache_dtypes)
         self.transforms = self.ranks[-1].transforms
+
+    def launch(self, output: SchedulerOutput) -> int:
+        """As ``RankProcesses.launch``. Behind a failure, once nothing that nobody collects is left in any stage."""
+        if output.resets:  # else such a step could be told of a slot that is written again
+            self._check()
+            for process in self.ranks:
+                process.drop_results()
+        return super().launch(output)
 
     def collect(self, step: int) -> StepResult:
         """Wait for a step of all stages.

@@ -326,7 +326,14 @@ def _started(engine: CompiledEngine, config: EngineConfig) -> Started:
         max_loras=limits.max_loras,
         device=engine.runner.device.type,
         sampling=suggested_sampling(directory),
-        token_key=token_key(config, engine.model_config, engine.runner.device, engine.runner.num_threads, tokenizer)
+        token_key=token_key(
+            config,
+            engine.model_config,
+            engine.runner.device,
+            engine.runner.num_threads,
+            tokenizer,
+            limits.steps_at_once,
+        )
         if os.environ.get(KV_KEY_VARIABLE)
         else "",
     )

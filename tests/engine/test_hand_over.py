@@ -44,6 +44,10 @@ def test_ranks_have_the_key_of_one_process_with_as_many_threads_as_each() -> Non
     key = token_key(dataclasses.replace(of_ranks, tensor_parallel_exact=True), MODEL, device, 2, b"a tokenizer")
     assert token_key(exact, MODEL, device, 1, b"a tokenizer") == key
     assert token_key(exact, MODEL, device, 2, b"a tokenizer") != key
+    of_stages = EngineConfig(pipeline_parallel_size=4)
+    key = token_key(of_stages, MODEL, device, 1, b"a tokenizer")
+    assert token_key(of_stages, MODEL, device, 2, b"a tokenizer", 2) == key, "of two stages that compute at once"
+    assert token_key(of_stages, MODEL, device, 2, b"a tokenizer") != key
     assert token_key(of_ranks, MODEL, device, 2, b"a tokenizer") != token_key(
         EngineConfig(), MODEL, device, 1, "a tokenizer"
     )

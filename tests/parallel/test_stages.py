@@ -8,12 +8,15 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.api.outputs import RequestOutput
 from compiled_llm.parallel import rank_processes
 from compiled_llm.parallel.stages import StageProcesses
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.system.resources import granted_cores
+from compiled_llm.worker.worker_process import WorkerProcess
 from tests.families import checkpoint
 from tests.forked_workers import forked_workers  # noqa: F401 - a fixture
 from tests.parallel.test_rank_processes import ARGUMENTS, PARAMS, PROMPTS, SMALL, brief, outcomes
@@ -115,7 +118,9 @@ def steps_of_four_requests(engine: CompiledEngine) -> list[tuple[list[Any], list
 def test_stages_on_the_same_cores_have_a_step_of_all_requests(stages: CompiledEngine) -> None:
     seen = steps_of_four_requests(stages)
     assert runner_of(stages).steps_at_once == stages.scheduler.limits.steps_at_once == 1
-    assert {process.num_threads for process in runner_of(stages).ranks} == {stages.runner.num_threads // 2}
+    threads = min(torch.get_num_threads(), granted_cores())
+    assert [process.num_threads for process in runner_of(stages).ranks] == [threads, threads]
+    assert stages.runner.num_threads == threads, "no more compute at once"
     assert not any(under_way for under_way, _ in seen)
     assert max(len(last) for _, last in seen) == 4
 
@@ -130,6 +135,8 @@ def test_stages_on_cores_of_their_own_have_steps_of_different_requests(
     decodes = [steps[0] for steps in seen if steps and len(steps[0]) == 2]
     assert len(decodes) > 8
     assert any(set(one).isdisjoint(other) for one, other in itertools.pairwise(decodes))
+    runner = runner_of(stages_apart)
+    assert runner.num_threads == sum(process.num_threads for process in runner.ranks)
 
 
 def test_reports_are_of_all_stages(stages: CompiledEngine) -> None:
@@ -163,6 +170,25 @@ def test_a_step_that_fails_is_an_error_and_stages_go_on(stages_apart: CompiledEn
         runner.collect(second)
     stages.scheduler.fail_steps_in_flight("")
     assert brief(stages) == expected
+
+
+def test_steps_that_nobody_collects_have_ended_before_others_are_sent(stages_apart: CompiledEngine) -> None:
+    """Else a stage that is behind could be told of the memory of a step that is overwritten by now."""
+    stages = stages_apart
+    expected, runner, launch = brief(stages), runner_of(stages), WorkerProcess.launch_message
+    unknown = SchedulerOutput(request_ids=("nobody",), num_scheduled_tokens=(1,), token_ids=(5,))
+    left = [runner.launch(unknown) for _ in range(4)]
+    ended = list[int]()
+
+    def noting(process: WorkerProcess, output: Any) -> int:
+        ended.append(process.num_received)
+        return launch(process, output)
+
+    stages.scheduler.fail_steps_in_flight("")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WorkerProcess, "launch_message", noting)
+        assert brief(stages) == expected
+    assert ended[:2] == [left[-1] + 1] * 2
 
 
 def test_requests_of_a_killed_stage_end_with_its_name_and_exit_code(stages: CompiledEngine) -> None:
