@@ -75,14 +75,15 @@ class Stage:
             for end in (start.receives, start.sends)
         )
         self._number, self._is_broken, self._is_sent = -1, False, False
-        self._waited = 0.0  # for the stage before, in the step that runs
+        # Seconds of the step that runs: for the stage before, and from its stream until the own one is sent.
+        self._waited = self._computed = 0.0
         # g++ makes one team of the threads of all ops: any of its libraries will do. All models have loaded this one.
         self._kernels = native.load("rowwise_cpu") if start.takes_turns else None
         runner.watch = self._between
 
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
         """As ``ModelRunner.launch``. Each stage gets all steps, in one order."""
-        self._number, self._waited, self._is_sent = self._number + 1, 0.0, False
+        self._number, self._waited, self._computed, self._is_sent = self._number + 1, 0.0, 0.0, False
         self._is_broken &= not output.resets
         try:
             if self._is_broken:
@@ -93,8 +94,10 @@ class Stage:
             if self._sends is not None and not self._is_sent:
                 self._say(0)
             raise
-        step.seconds -= self._waited
-        self._runner.times.execute_seconds -= self._waited
+        # Once the stream is sent, this process has the processor beside the next stage, which wants it more.
+        seconds = step.seconds - self._waited if self._sends is None else self._computed
+        self._runner.times.execute_seconds += seconds - step.seconds
+        step.seconds = seconds
         if self._kernels is not None:
             self._kernels.rest()
         return step
@@ -103,13 +106,15 @@ class Stage:
         """Run the stage's layers between the stages before and after."""
         if self._receives is not None:
             self._receive(bucket)
+        began = time.perf_counter()
         result = run()
+        if self._kernels is not None:
+            self._kernels.rest()
         if self._sends is not None:
             slot = self._sends[1][self._number % self._num_slots]
             slot[: len(result)] = result
+            self._computed = time.perf_counter() - began
             self._say(len(result))
-        if self._kernels is not None:
-            self._kernels.rest()
         return result
 
     def _receive(self, bucket: Bucket) -> None:

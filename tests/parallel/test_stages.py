@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -123,6 +124,24 @@ def test_stages_on_the_same_cores_have_a_step_of_all_requests(stages: CompiledEn
     assert stages.runner.num_threads == threads, "no more compute at once"
     assert not any(under_way for under_way, _ in seen)
     assert max(len(last) for _, last in seen) == 4
+
+
+def test_the_seconds_of_a_step_are_not_those_beside_the_next_stage(
+    stages: CompiledEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages that take turns compute one after the other, so all seconds of a step are within those of the clock."""
+    found, collect = list[float](), stages.runner.collect
+
+    def noting(step: Any) -> Any:
+        result = collect(step)
+        found.append(result.seconds)
+        return result
+
+    monkeypatch.setattr(stages.runner, "collect", noting)
+    began = time.perf_counter()
+    stages.generate(PROMPTS[:4], LONG, use_tqdm=False)
+    assert min(found) > 0
+    assert sum(found) < time.perf_counter() - began
 
 
 def test_stages_on_cores_of_their_own_have_steps_of_different_requests(
