@@ -35,7 +35,7 @@ def test_some_seconds_give_heads(script: ModuleType, method: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("method", "least"), [("eagle3", 0.35), pytest.param("medusa", 0.25, marks=pytest.mark.battery)]
+    ("method", "least"), [("eagle3", 0.6), pytest.param("medusa", 0.25, marks=pytest.mark.battery)]
 )
 def test_what_ships_is_small_and_guesses_as_often_as_it_says(method: str, least: float) -> None:
     directory = SHIPPED / method
