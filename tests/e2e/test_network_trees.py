@@ -96,7 +96,7 @@ def test_the_first_ranks_are_a_chains_drafts(method: str, plain: Outputs) -> Non
         for one, path, token in every:
             wanted = reference.drafts(one.token_ids, len(path) + 1, one.params, one.seed, path)
             assert (*path, token) == wanted, f"after {len(one.token_ids)} tokens"
-    assert method == "medusa" or len(every) > 60
+    assert method == "medusa" or len(every) > 50
 
 
 def reference_of(method: str) -> Eagle3Reference | MedusaReference:
