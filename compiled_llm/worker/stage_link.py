@@ -94,7 +94,7 @@ class Stage:
             if self._sends is not None and not self._is_sent:
                 self._say(0)
             raise
-        # Once the stream is sent, this process has the processor beside the next stage, which wants it more.
+        # Once the stream is sent the next stage computes, perhaps on the same cores. What follows here takes no part.
         seconds = step.seconds - self._waited if self._sends is None else self._computed
         self._runner.times.execute_seconds += seconds - step.seconds
         step.seconds = seconds
@@ -108,9 +108,9 @@ class Stage:
             self._receive(bucket)
         began = time.perf_counter()
         result = run()
-        if self._kernels is not None:
-            self._kernels.rest()
-        if self._sends is not None:
+        if self._sends is not None:  # the last stage samples first, and rests then
+            if self._kernels is not None:
+                self._kernels.rest()
             slot = self._sends[1][self._number % self._num_slots]
             slot[: len(result)] = result
             self._computed = time.perf_counter() - began
