@@ -99,7 +99,9 @@ def _write(path: Path, content: bytes) -> None:
         make_directory(path.parent)
         check_trusted(path.parent, below=False)
         oldest = time.time() - _UNUSED_SECONDS
-        for other in os.scandir(path.parent):
-            if other.stat().st_mtime < oldest:
-                os.unlink(other)
+        with os.scandir(path.parent) as others:
+            for other in others:
+                with contextlib.suppress(FileNotFoundError):  # another process is quicker
+                    if other.stat().st_mtime < oldest:
+                        os.unlink(other)
         write_whole(path, hashlib.sha256(content).hexdigest().encode() + b"\n" + content)

@@ -77,6 +77,20 @@ def test_damaged_and_old_entries_are_made_again(file: Path, cache: Path) -> None
     assert [path.name.split("-")[0] for path in entries(cache)] == ["tokenizer"]
 
 
+def test_another_process_may_remove_an_old_entry_first(
+    file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept("config", [file], lambda: "first")
+    os.utime(entries(cache)[0], (0, time.time() - 40 * 24 * 3600))
+
+    def removed_before(entry: os.DirEntry[str]) -> None:
+        raise FileNotFoundError(entry.path)
+
+    monkeypatch.setattr(os, "unlink", removed_before)
+    kept("tokenizer", [file], lambda: "second")
+    assert kept("tokenizer", [file], unexpected) == "second"
+
+
 def test_an_error_is_raised_each_time(file: Path, tmp_path: Path) -> None:
     for path in (file, tmp_path):  # a directory cannot be read
         for _ in range(2):
