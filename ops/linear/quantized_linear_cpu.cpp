@@ -9,10 +9,10 @@
 // with the zero taken from the weights first.
 //
 // Products of pairs decode the codes in registers, again for every group of rows: the instructions for it fit beside
-// the products. For products in float32 a tile is decoded once for a block of rows. Tile registers (AMX,
-// quantized_linear_cpu_amx.h) take codes of 4 bits as they are, decoded once for a block of rows, if groups have whole tiles
-// of 32 inputs; each part is a product of its own. Other weights become bfloat16 with their scales in them, and are multiplied
-// as those of packed_linear are.
+// the products, but for those of fp8. For many rows of these, and for products in float32, a tile is decoded once for a
+// block of rows. Tile registers (AMX, quantized_linear_cpu_amx.h) take codes of 4 bits as they are, decoded once for a
+// block of rows, if groups have whole tiles of 32 inputs; each part is a product of its own. Other weights become
+// bfloat16 with their scales in them, and are multiplied as those of packed_linear are.
 //
 // Batch invariance: the order of a sum is that of the inputs in all of them, for every number of rows, place and thread; so a
 // row has the same bits in any batch. Tiles add up even and odd inputs of each 32 apart, so their bits are others than those
@@ -38,6 +38,7 @@ constexpr int64_t WHOLE_PART = 128;       // inputs of a part where a row is one
 constexpr int64_t BLOCK_BYTES = 1 << 19;  // of a block of rows: half of L2
 constexpr int64_t TILED_BLOCK_BYTES = 5 << 18, TILED_ROWS = 32;  // of a block on tile registers, a multiple of these rows
 constexpr int64_t STREAM_BYTES = 1 << 17;  // of output: more is written past the caches
+constexpr int64_t FEW_ROWS = 2 * MAX_ROWS;  // for more, a tile that can be decoded by itself is
 constexpr int64_t GRAIN_FLOPS = 1 << 18;  // for less, waking a thread takes longer than the work
 
 float value_of(Element element, int code) {
@@ -164,7 +165,9 @@ void multiply_unit(const Layers& of, const KernelsOf& kernels, const Unit& unit,
                    float* decoded, int64_t next, char* out) {
   const Matrix& matrix = of.matrix;
   const int64_t bytes = bytes_of(type == 0 ? kFloat : kHalf);
-  const auto* const multiply = kernels.multiply[static_cast<int>(matrix.element)];
+  const int element = static_cast<int>(matrix.element);
+  const bool decodes = kernels.decode[element] != nullptr && (kernels.multiply[element] == nullptr || unit.rows > FEW_ROWS);
+  const auto* const multiply = decodes ? kernels.multiply_decoded[element] : kernels.multiply[element];
   for (int64_t tile = unit.tile; tile < unit.end; ++tile) {
     const int64_t at = unit.layer * of.tiles + tile, column = tile * TILE, later = tile + 1 < unit.end ? at + 1 : next;
     alignas(64) float sums[MAX_ROWS * TILE];
@@ -180,7 +183,7 @@ void multiply_unit(const Layers& of, const KernelsOf& kernels, const Unit& unit,
                  .sums = sums,
                  .later = of.codes_of(later),
                  .later_scales = of.scales_of(later)};
-    if (kernels.decode != nullptr) kernels.decode(work, decoded);
+    if (decodes) kernels.decode[element](work, decoded);
     for (int64_t row = unit.row, count; row < unit.row + unit.rows; row += count) {
       count = std::min(packed.group, unit.row + unit.rows - row);
       work.x = packed.x + row * packed.words;
@@ -296,7 +299,7 @@ void multiply(const Layers& of, const Rows& rows, const std::vector<int64_t>& st
   });
   std::atomic<size_t> free = 0;
   parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    const Tensor decoded = empty({kernels.decode == nullptr ? 0 : of.matrix.inputs, TILE}, kFloat);
+    const Tensor decoded = empty({of.matrix.inputs, TILE}, kFloat);
     for (size_t next, i = free++; i < units.size(); i = next) {
       next = free++;
       const Unit& then = units[next < units.size() ? next : i];

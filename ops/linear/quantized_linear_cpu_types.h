@@ -46,7 +46,7 @@ struct Work {
   const uint8_t* codes;  // of the tile
   const void* scales;    // of the tile, [groups, TILE]
   const void* zeros;     // of the tile, [groups, TILE], or null
-  const float* decoded;  // what `decode` made of the tile
+  const void* decoded;   // what `decode` made of the tile
   const uint32_t* x;     // [words, M]: pairs of bfloat16, or float32; all words of the rows
   const float* x_sums;   // [parts, M]: of the inputs of each part; where there are zeros and pairs
   float* sums;           // [M, TILE], written
@@ -89,8 +89,11 @@ struct KernelsOf {
   int64_t rows;  // of a product, at most
   // Writes rows of x, K long each, as `multiply` reads them; null: it reads float32, [inputs, rows].
   void (*pack)(const Matrix&, int64_t K, const BFloat16* const* rows, int64_t count, uint32_t* to);
-  void (*decode)(const Work&, float* to);  // [inputs, TILE]; null: products are from the codes themselves
-  void (*const* multiply[4])(const Work&);  // for each Element, [rows]: entry [m - 1]
+  // For each Element, one of these or both, [rows]: entry [m - 1]. `multiply` reads codes, `multiply_decoded` what `decode`
+  // wrote: [inputs, TILE] float32, or [inputs / 2, TILE] pairs of bfloat16. Both give the same bits.
+  void (*const* multiply[4])(const Work&);
+  void (*decode[4])(const Work&, void* to);
+  void (*const* multiply_decoded[4])(const Work&);
   // Rounds [rows, TILE] sums with their bias added: T is 0 float32, 1 bfloat16, 2 float16.
   void (*finish)(int type, const float* sums, int64_t rows, int64_t count, const float* bias, void* out,
                  int64_t out_stride);

@@ -86,6 +86,11 @@ def test_a_row_has_the_same_bits_in_any_batch(layer: Layer) -> None:
     check_any_batch(layer, 48, 65, (1, 2, 3, 4, 5, 8, 9, 17, 33, 70, 130))
 
 
+def test_a_row_of_fp8_has_the_same_bits_where_codes_are_decoded_once() -> None:
+    layer = Layer(quantised.BEST, "quantized_linear", BFLOAT16, WeightFormat("fp8", 32))
+    check_any_batch(layer, 48, 68, (1, 24, 25, 70, 300))
+
+
 @pytest.mark.battery
 @pytest.mark.parametrize("case", [*packed.KERNELS, *MORE], ids=str)
 def test_a_row_has_the_same_bits_in_a_batch_of_any_size(case: tuple) -> None:
