@@ -345,7 +345,7 @@ class CompiledSteps:
         )
         steps.compile(cache_dtypes, enforce_eager=True, num_workers=None, progress=StartProgress("off"))
         if isinstance(steps.drafting, NetworkStage) and isinstance(self.drafting, NetworkStage):
-            steps.drafting.coverage = self.drafting.coverage
+            steps.drafting.go_on_from(self.drafting)
         return steps
 
     def _warm_up(self, enforce_eager: bool, stage: Stage, *, is_awaited: bool = True) -> None:

@@ -16,7 +16,8 @@ from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker import compiled_steps, draft_trees
 from compiled_llm.worker.device import say_cost_of_dtype
 from tests.adapters.made import linear_modules, write_adapter
-from tests.drafting_networks import inexact_copy
+from tests.draft_heads import write_eagle3
+from tests.drafting_networks import draft_in_turns, inexact_copy
 from tests.families import checkpoint, transformers_model
 from tests.pretend_gpu import GPU, WaitError, pretended_gpu
 
@@ -209,7 +210,7 @@ def test_trees_of_drafts_are_verified_on_the_gpu(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.battery
-@pytest.mark.parametrize("method", ["draft_model", "layer_skip"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "layer_skip"])
 def test_a_network_drafts_on_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str) -> None:
     """Tokens are those of a CPU without drafts, some drafts are right, and the host waits for ends of steps alone."""
     family = "gemma3" if method == "layer_skip" else "llama"  # with windows, whose keys have places of their own
@@ -217,6 +218,8 @@ def test_a_network_drafts_on_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     config: dict[str, Any] = {"method": method, "adaptive": False}
     if method == "draft_model":
         config["model"] = inexact_copy("llama", tmp_path / "draft")
+    elif method == "eagle3":
+        config["model"] = write_eagle3(tmp_path / "head", checkpoint("llama"))
     else:
         config["num_draft_layers"] = 2
     prompts = [[5, 6, 7], [8] * 20, [9, 10]]
@@ -229,6 +232,8 @@ def test_a_network_drafts_on_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         expected = tokens(engine)
     arguments: dict[str, Any] = {**sizes, "check_invariants": True, "speculative_config": config}
     with pretended_gpu(monkeypatch) as gpu, CompiledEngine(device="cuda", **arguments) as engine:
+        if method == "eagle3":  # a head of random weights is right now and then
+            draft_in_turns(engine)
         gpu.serving, waits = True, gpu.num_waits
         assert tokens(engine) == expected
         gpu.serving = False
