@@ -17,7 +17,7 @@ from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.worker.request_rows import RequestRows
 
-MOST_SKIPPED = 64  # steps that are entered at once
+_MOST_SKIPPED = 64  # steps that are entered at once
 UNKNOWN = -1  # a token that was on the device alone when its step was launched
 
 
@@ -58,17 +58,13 @@ class DraftCoverage:
         something else happens: most steps of a drafter that is of no use are such, and each would cost 30 us and more.
         """
         is_plain = _is_plain(output, self._size) and not self._trees
-        is_full = len(self._skipped) >= self._most_skipped(len(output.request_ids))
+        is_full = len(self._skipped) >= _MOST_SKIPPED
         if self._skipped and (is_full or not (is_plain and _follows(self._skipped[-1], output))):
             self._enter_skipped(store)
         if is_plain:
             self._skipped.append(output)
             self._learned.append(())
         return is_plain
-
-    def _most_skipped(self, num_requests: int) -> int:
-        """Of steps of so many requests."""
-        return MOST_SKIPPED
 
     def _enter_skipped(self, store: RequestRows) -> None:
         """Enter the steps that were skipped, as one of several tokens of each request."""

@@ -308,10 +308,6 @@ class NetworkStage(DraftStage):
         """The KV pool and the swap space have so many blocks from now on."""
         self.coverage = DraftCoverage(self._limits, num_blocks, num_host_blocks)
 
-    def go_on_from(self, other: "NetworkStage") -> None:
-        """Run behind the next steps in the place of ``other``, on the same KV cache."""
-        self.coverage = other.coverage
-
     @property
     def nbytes(self) -> int:
         return super().nbytes + sum(each.buffers.nbytes for each in self._prompts.values())

@@ -12,16 +12,8 @@ import numpy as np
 
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
-from compiled_llm.worker.draft_coverage import MOST_SKIPPED, UNKNOWN, DraftCoverage, Tokens
+from compiled_llm.worker.draft_coverage import UNKNOWN, DraftCoverage, Tokens
 from compiled_llm.worker.request_rows import RequestRows
-
-_MOST_ROWS = 1024  # of steps that are entered at once, unless one alone has more
-
-
-def most_skipped_rows(limits: EngineLimits) -> int:
-    """Most tokens of steps that are entered at once."""
-    requests = limits.decode_bucket_sizes[-1]
-    return max(requests, min(_MOST_ROWS, MOST_SKIPPED * requests))
 
 
 class HeadCoverage(DraftCoverage):
@@ -34,31 +26,6 @@ class HeadCoverage(DraftCoverage):
         self._followers_on_host = np.full(num_host_blocks + 1, UNKNOWN, dtype=np.int32)
         self._num_known = np.zeros(limits.max_num_seqs, dtype=np.int64)  # tokens of each row, drafts included
         self._outdated: dict[int, np.ndarray] = {}  # by row: tokens that end blocks which others go on from
-        self._most_rows = most_skipped_rows(limits)
-        self._entered: np.ndarray | None = None  # slots of steps that were skipped, until they are told
-
-    @property
-    def row_skipped(self) -> int:
-        """Of the step that was skipped last, its first row among those of all that are not entered."""
-        return (len(self._skipped) - 1) * len(self._skipped[-1].request_ids)
-
-    def slots_entered(self) -> np.ndarray | None:
-        """Slots of the tokens of steps that were skipped and are entered by now, ``[n]`` int64, a step after the other.
-
-        They are told once; None: there are no others than those told before.
-        """
-        slots, self._entered = self._entered, None
-        return slots
-
-    def _most_skipped(self, num_requests: int) -> int:
-        return min(super()._most_skipped(num_requests), self._most_rows // max(1, num_requests))
-
-    def _enter_skipped(self, store: RequestRows) -> None:
-        first, count, size = self._skipped[0], len(self._skipped), self._size
-        rows = np.array([store.row_of(request_id) for request_id in first.request_ids], dtype=np.int64)
-        positions = np.array(first.num_computed_tokens, dtype=np.int64) + np.arange(count)[:, None]
-        self._entered = (store.block_table[rows, positions // size] * size + positions % size).ravel()
-        super()._enter_skipped(store)
 
     def begin_step(self, output: SchedulerOutput, rows: np.ndarray, store: RequestRows) -> None:
         trees = self._trees

@@ -5,12 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from compiled_llm.api.config import EngineLimits
 from compiled_llm.api.speculative_config import NetworkTree
 from compiled_llm.models.draft_heads.family import HeadFamily
+from compiled_llm.models.inputs import FeatureCache
 from compiled_llm.models.registry import family_of
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
@@ -24,7 +22,6 @@ from compiled_llm.step.tree_drafting import draft_medusa_tree_function
 from compiled_llm.worker.draft_network import DraftNetwork
 from compiled_llm.worker.draft_stage import Drafts, DraftStage, NetworkStage, Part
 from compiled_llm.worker.head_coverage import HeadCoverage
-from compiled_llm.worker.kept_hidden import KeptHidden, rows_of
 from compiled_llm.worker.request_rows import RequestRows
 
 
@@ -38,8 +35,7 @@ def network_stage(network: DraftNetwork, *arguments: Any, **others: Any) -> Netw
 class HeadStage(NetworkStage):
     """Keeps the features of all tokens of each step, whether it drafts or not.
 
-    A step that need not be entered leaves what its features are made of. They are computed when it is entered, those of
-    many steps at once, before anything reads them or moves their blocks.
+    Where its cache has what features are made of (``HiddenCache``), the step itself has left that there.
 
     A row that is said to be covered is that of a token and the one after it: see ``HeadCoverage``.
     """
@@ -48,37 +44,16 @@ class HeadStage(NetworkStage):
     _prompt_function = staticmethod(head_prompt_function)
     _numbers_rows = True
 
-    def __init__(
-        self, network: DraftNetwork, limits: EngineLimits, device: torch.device, *others: Any, **named: Any
-    ) -> None:
-        super().__init__(network, limits, device, *others, **named)
-        self._kept = KeptHidden(limits, self._step.hidden, device)
-        self._rows = rows_of(self._step.hidden)
-
     @property
-    def nbytes(self) -> int:
-        return super().nbytes + self._kept.nbytes
+    def _keeps_features(self) -> bool:
+        return isinstance(self.kv_cache[-1], FeatureCache)
 
     def make_coverage(self, num_blocks: int, num_host_blocks: int) -> None:
         self.coverage = HeadCoverage(self._limits, num_blocks, num_host_blocks)
 
-    def go_on_from(self, other: NetworkStage) -> None:
-        super().go_on_from(other)
-        assert isinstance(other, HeadStage)
-        self._kept = other._kept
-
-    def expect(self, output: SchedulerOutput, store: RequestRows) -> None:
-        super().expect(output, store)
-        coverage = self.coverage
-        if isinstance(coverage, HeadCoverage) and (slots := coverage.slots_entered()) is not None:
-            self._make_features("kept", self._kept.fill(slots), self._kept.hidden)
-
     def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
-        if self._is_skipped:
-            assert isinstance(self.coverage, HeadCoverage)
-            self._kept.keep(self.coverage.row_skipped, self._rows[: len(rows)])
-            return None
-        self._make_features(bucket.name, self._step.slot_mapping[bucket], self._step.hidden)
+        if self._keeps_features:
+            self._functions[self._features_name(bucket)](*self._feature_arguments(bucket))
         return super().run(output, bucket, rows, store)
 
     def _catch_up(
@@ -92,22 +67,17 @@ class HeadStage(NetworkStage):
         return super()._catch_up(rows, starts, ends, ends, store)
 
     def _parts(self) -> Iterator[Part]:
-        recipe = functools.partial(head_features_function, self.network.model_config)
-        inputs = [(bucket.name, slots, self._step.hidden) for bucket, slots in self._step.slot_mapping.items()]
-        inputs.append(("kept", self._kept.slots[self._kept.num_rows], self._kept.hidden))
-        for name, *made_of in sorted(inputs, key=lambda each: len(each[1]), reverse=not self._one_for_all):
-            yield Part(self._features_name(name), recipe, functools.partial(self._feature_arguments, *made_of), 0)
+        buckets = list(self._step.slot_mapping) if self._keeps_features else []
+        for bucket in buckets if self._one_for_all else buckets[::-1]:
+            recipe = functools.partial(head_features_function, self.network.model_config)
+            yield Part(self._features_name(bucket), recipe, functools.partial(self._feature_arguments, bucket), 0)
         yield from super()._parts()
 
-    def _make_features(self, name: str, slots: Tensor, hidden: Tensor) -> None:
-        """Compute the features of the first rows of ``hidden``, of the tokens in ``slots``."""
-        self._functions[self._features_name(name)](*self._feature_arguments(slots, hidden))
+    def _features_name(self, bucket: Bucket) -> str:
+        return "draft_features" if self._one_for_all else f"draft_features_{bucket.name}"
 
-    def _features_name(self, name: str) -> str:
-        return "draft_features" if self._one_for_all else f"draft_features_{name}"
-
-    def _feature_arguments(self, slots: Tensor, hidden: Tensor) -> tuple:
-        return self.network.weights, slots, hidden, self.kv_cache
+    def _feature_arguments(self, bucket: Bucket) -> tuple:
+        return self.network.weights, self._step.slot_mapping[bucket], self._step.hidden, self.kv_cache
 
 
 class MedusaStage(NetworkStage):

@@ -150,7 +150,7 @@ class Residual:
             norm = norm.norm
         taken = None
         if isinstance(norm, TappedNorm):
-            norm, taken = norm.norm, norm.taken
+            taken, norm = norm.taken, norm.norm
         if isinstance(norm, FetchingNorm):
             latest = self.x if self._delta is None else self._delta
             for host, buffer in norm.begun:

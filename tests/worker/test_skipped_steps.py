@@ -9,9 +9,9 @@ from compiled_llm import SamplingParams
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.request import RequestId
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput, StartedRequest
-from compiled_llm.worker import draft_coverage, head_coverage
+from compiled_llm.worker import draft_coverage
 from compiled_llm.worker.draft_coverage import DraftCoverage
-from compiled_llm.worker.head_coverage import HeadCoverage, most_skipped_rows
+from compiled_llm.worker.head_coverage import HeadCoverage
 from compiled_llm.worker.request_rows import RequestRows
 
 SIZE, PROMPT, LENGTH = 4, 6, 30
@@ -24,17 +24,13 @@ class Account:
     def __init__(self, kind: type[DraftCoverage], skips: bool) -> None:
         self.coverage, self.store, self.skips = kind(LIMITS, 40, 4), RequestRows(LIMITS, 100), skips
         self.num_entered = 0
-        self._skipped_slots = dict[int, int]()  # of rows that are kept, until they are entered
-        self.row_counts = list[int]()  # of those that were entered at once
 
     def step(self, output: SchedulerOutput, learned: list[int]) -> list[tuple[int, list[int] | None]]:
         """What is covered of each request, and its tokens; only where the step is to be drafted behind."""
         coverage, is_skipped = self.coverage, self.skips and self.coverage.skip(output, self.store)
-        self._check_slots()
         rows, found = self.store.update(output), []
         coverage.learn(learned)
         if is_skipped:
-            self._keep_slots(rows, output)
             return []
         self.num_entered += 1
         coverage.begin_step(output, rows, self.store)
@@ -48,31 +44,12 @@ class Account:
         coverage.end_step(rows, starts, starts + counts, np.full(len(rows), output.drafts_next), self.store)
         return found
 
-    def _keep_slots(self, rows: np.ndarray, output: SchedulerOutput) -> None:
-        if isinstance(self.coverage, HeadCoverage):
-            positions = np.array(output.num_computed_tokens)
-            slots = self.store.block_table[rows, positions // SIZE] * SIZE + positions % SIZE
-            first = self.coverage.row_skipped
-            assert not self._skipped_slots.keys() & set(range(first, first + len(slots))), "they are kept already"
-            self._skipped_slots |= dict(enumerate(slots.tolist(), first))
-
-    def _check_slots(self) -> None:
-        """Rows of steps that are entered now are those that were kept, one behind the other."""
-        slots = self.coverage.slots_entered() if isinstance(self.coverage, HeadCoverage) else None
-        if slots is not None:
-            assert dict(enumerate(slots.tolist())) == self._skipped_slots
-            assert len(slots) <= most_skipped_rows(LIMITS)
-            self.row_counts.append(len(slots))
-            self._skipped_slots = {}
-
 
 @pytest.mark.parametrize("kind", [DraftCoverage, HeadCoverage])
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_lacking_is_the_same(kind: type[DraftCoverage], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if seed % 2:
-        monkeypatch.setattr(draft_coverage, "MOST_SKIPPED", 3)
-    if seed % 3 == 1:
-        monkeypatch.setattr(head_coverage, "_MOST_ROWS", 6)
+        monkeypatch.setattr(draft_coverage, "_MOST_SKIPPED", 3)
     rng, each, at_once = random.Random(seed), Account(kind, skips=False), Account(kind, skips=True)
     tokens = {RequestId(str(n)): [rng.randrange(100) for _ in range(LENGTH + 1)] for n in range(6)}
     waiting, running = list(tokens), dict[RequestId, int]()
@@ -125,8 +102,6 @@ def test_what_is_lacking_is_the_same(kind: type[DraftCoverage], seed: int, monke
             del running[name]
     assert compared > 5
     assert at_once.num_entered < 0.85 * num_steps
-    if kind is HeadCoverage and seed % 3 == 1:
-        assert max(at_once.row_counts) in (5, 6)
 
 
 def test_a_step_that_was_given_up_leaves_tokens_unknown() -> None:
