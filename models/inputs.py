@@ -64,4 +64,10 @@ class FeatureCache(NamedTuple):
     features: Tensor  # [B, S, F]
 
 
+class HiddenCache(NamedTuple):
+    """What features are made of once they are read, in the place of a ``FeatureCache``."""
+
+    hidden: Tensor  # [B, S, *]
+
+
 KVCache = tuple[Any, ...]  # a ``LayerCache`` for each layer with attention, a ``StateCache`` for each with a state

@@ -1,6 +1,7 @@
 """Networks that draft, for tests: a draft model that is right now and then, and what it should have drafted."""
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -100,3 +101,18 @@ def check_drafts(found: Sequence[Drafted], model: str, **arguments: Any) -> None
 def describes(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((path / "config.json").read_text())
     return found
+
+
+def draft_in_turns(engine: CompiledEngine) -> None:
+    """From now on nothing is drafted behind ten of each sixteen steps: as where it does not pay for a while."""
+    planner, scheduler, number = engine.scheduler.drafts, engine.scheduler, itertools.count()
+    assert planner is not None
+    propose = planner.propose
+
+    def proposing(*arguments: Any) -> None:
+        pays = next(number) % 16 < 6
+        for request in scheduler.running:
+            request.takes_drafts = request.waits_for_tokens = pays
+        propose(*arguments)
+
+    planner.propose = proposing  # type: ignore[method-assign]

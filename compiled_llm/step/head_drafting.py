@@ -7,6 +7,7 @@ by its own. The last of them gives the first draft; each further row takes the d
 in the row before. Letters as in ``drafting.py``; F elements of a feature.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.draft_heads import medusa
 from compiled_llm.models.draft_heads.family import head_family
 from compiled_llm.models.draft_heads.medusa import MedusaConfig
-from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.inputs import HiddenCache, KVCache, StepInput
 from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.registry import layers_of
 from compiled_llm.step.drafting import (
@@ -28,6 +29,7 @@ from compiled_llm.step.drafting import (
     slots_of,
     step_of,
 )
+from compiled_llm.step.kv_cache import write_rows
 from compiled_llm.step.rank_logits import Sampler, drafted, with_own_logits
 from compiled_llm.step.sampling import sample
 from compiled_llm.step.step import with_own_tables
@@ -39,9 +41,7 @@ def head_features_function(model_config: ModelConfig) -> Any:
 
     def draft_features(weights: Any, slot_mapping: Tensor, hidden: Tensor, kv_cache: KVCache) -> None:
         rows = made_of(weights, hidden.narrow(0, 0, slot_mapping.shape[0]), model_config)
-        features = kv_cache[-1].features
-        size = features.shape[1]
-        features.index_put_((slot_mapping // size, slot_mapping % size), rows)
+        write_rows(kv_cache[-1].features, slot_mapping, rows)
 
     return draft_features
 
@@ -55,7 +55,7 @@ def draft_head_function(
     """
     family, layers = head_family(model_config), layers_of(model_config)
     forward, head, feed_back = family.forward, family.head, family.feed_back
-    alone = for_queries(layers, 1, exact=exact)
+    alone, features_at = for_queries(layers, 1, exact=exact), features_reader(model_config)
     known_ids, both = model_config.vocab_size, min(vocab_size, model_config.vocab_size)
 
     def draft(weights: Any, known: DraftInput, kv_cache: KVCache, last_tokens: Tensor, drafts: Tensor) -> None:
@@ -65,7 +65,8 @@ def draft_head_function(
         step, ends = _accepted_rows(known, accepted, last_tokens, table, block_size)
         first = for_queries(layers, num_drafts + 1, exact=exact)
 
-        last, features = (ends - 1).clamp(min=0), features_at(kv_cache, step.slot_mapping)
+        last = (ends - 1).clamp(min=0)
+        features = features_at(weights, kv_cache, step.slot_mapping)
 
         found = []
         of_head, own_tokens = with_own_logits(weights, sample)
@@ -116,24 +117,29 @@ def draft_medusa_function(
 
 def head_prompt_function(model_config: ModelConfig, max_query_len: int, exact: bool = False) -> Any:
     """As ``draft_prompt_function``; ``input_ids`` are the tokens that follow those of ``positions``."""
-    forward = head_family(model_config).forward
+    forward, features_at = head_family(model_config).forward, features_reader(model_config)
     layers = for_queries(layers_of(model_config), max_query_len, exact=exact)
     known_ids = model_config.vocab_size
 
     def draft_prompt(weights: Any, step_input: StepInput, kv_cache: KVCache) -> None:
         own = with_own_tables(step_input)
-        ids, features = own.input_ids.clamp(max=known_ids - 1), features_at(kv_cache, own.slot_mapping)
-        own = own._replace(input_ids=ids, features=features)
+        features = features_at(weights, kv_cache, own.slot_mapping)
+        own = own._replace(input_ids=own.input_ids.clamp(max=known_ids - 1), features=features)
         forward(weights, own, kv_cache[:-1], model_config, layers)
 
     return draft_prompt
 
 
-def features_at(kv_cache: KVCache, slots: Tensor) -> Tensor:
-    """Those that were kept, ``[T, F]``."""
-    features = kv_cache[-1].features
-    size = features.shape[1]
-    return features[slots // size, slots % size]
+def features_reader(model_config: ModelConfig) -> Any:
+    """What reads features: (weights, KV cache, slots ``[T]`` int32) -> those that were kept there, ``[T, F]``."""
+    return functools.partial(_features_at, head_family(model_config).features, model_config)
+
+
+def _features_at(made_of: Any, model_config: ModelConfig, weights: Any, kv_cache: KVCache, slots: Tensor) -> Tensor:
+    (kept,) = kv_cache[-1]
+    size = kept.shape[1]
+    rows = kept[slots // size, slots % size]
+    return made_of(weights, rows, model_config) if isinstance(kv_cache[-1], HiddenCache) else rows
 
 
 def _accepted_rows(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.inputs import FeatureCache, KVCache, LayerCache, StateCache
+from compiled_llm.models.inputs import FeatureCache, HiddenCache, KVCache, LayerCache, StateCache
 from compiled_llm.models.layers.attention import AttentionSpec, windows_kept_apart
 from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.registry import attention_layers, layers_of
@@ -162,9 +162,17 @@ def allocate(
     return tuple(caches)
 
 
-def allocate_features(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> FeatureCache:
-    """Zeroed features of ``shape`` [B, S, F], in the blocks of a cache that ``allocate`` made."""
-    return FeatureCache(_zeros(device, shape, dtype, _NUM_BLOCKS))
+def allocate_features(
+    kind: type[FeatureCache] | type[HiddenCache], shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> FeatureCache | HiddenCache:
+    """Zeroed features, or what they are made of, of ``shape`` [B, S, *], in the blocks of a cache ``allocate`` made."""
+    return kind(_zeros(device, shape, dtype, _NUM_BLOCKS))
+
+
+def write_rows(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Write ``rows`` [T, *] to the ``slots`` [T] int32 of ``cache`` [B, S, *]."""
+    size = cache.shape[1]
+    cache.index_put_((slots // size, slots % size), rows)
 
 
 def _zeros(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, size: DynamicSize) -> Tensor:

@@ -19,6 +19,7 @@ from compiled_llm.models.linears.vocabulary import OwnLogits, shared_head
 from compiled_llm.models.registry import family_of, layers_of
 from compiled_llm.models.stages import is_first, is_last, with_stream
 from compiled_llm.ops import keep_greedy_tokens, keep_rows
+from compiled_llm.step.kv_cache import write_rows
 from compiled_llm.step.logits import LogitsInput, due_rows, process_logits
 from compiled_llm.step.logits_transforms import LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows, logprob_rows
@@ -32,6 +33,7 @@ class Feedback(NamedTuple):
     last_tokens: Tensor  # [R] int64, at least as long as any bucket's R; read, then overwritten with this step's
     hidden: Tensor  # [T, D], at least as long as any bucket's T; overwritten with the input of the head
     taken: Tensor | None = None  # [T, taps * D], as long; overwritten with the inputs of the layers ``taps``
+    kept: Tensor | None = None  # [B, S, taps * D], of a KV cache: these go to the slots of their tokens
 
 
 def step_function(
@@ -48,7 +50,8 @@ def step_function(
     It leaves the most likely token of each row in ``feedback.last_tokens``, and what the logits were made of in
     ``feedback.hidden``. A stage begins with what the one before it has left in ``feedback.hidden``; another than the
     last returns what the next one begins with, ``[T, D]``. ``exact``: see ``AttentionSpec``. ``windows``: those of
-    ``StepInput.windows``. ``taps``: see ``HeadFamily``; what is read there goes to ``feedback.taken``.
+    ``StepInput.windows``. ``taps``: see ``HeadFamily``; what is read there goes to ``feedback.taken``,
+    or to ``feedback.kept``, as what the last layer gave without taps.
     """
     model = family_of(model_config)
     forward, head = model.forward, model.head
@@ -74,7 +77,9 @@ def step_function(
         else:
             plans = make_plans(planned, step_input, kv_cache, feedback.hidden.element_size())
             hidden = forward(tapped, own._replace(plans=plans), kv_cache, model_config, planned)
-        if feedback.taken is not None:
+        if feedback.kept is not None:
+            write_rows(feedback.kept, step_input.slot_mapping, read.taken(hidden))
+        elif feedback.taken is not None:
             feedback.taken.narrow(0, 0, hidden.shape[0]).copy_(read.taken(hidden))
         if not ends:
             return hidden

@@ -20,11 +20,11 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.draft_heads import medusa
 from compiled_llm.models.draft_heads.family import HeadFamily
 from compiled_llm.models.draft_heads.medusa import MedusaConfig
-from compiled_llm.models.inputs import FeatureCache, KVCache, StepInput
+from compiled_llm.models.inputs import FeatureCache, HiddenCache, KVCache, StepInput
 from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.registry import family_of, layers_of
 from compiled_llm.step.drafting import NO_DRAFT, SINK_SLOT, DraftInput, Sampler, own_table, slots_of
-from compiled_llm.step.head_drafting import features_at
+from compiled_llm.step.head_drafting import features_reader
 from compiled_llm.step.sampling import SamplingInput, sample
 
 
@@ -116,12 +116,14 @@ def draft_tree_function(
     family, layers = family_of(model_config), layers_of(model_config)
     forward, head = family.forward, family.head
     feed_back = family.feed_back if isinstance(family, HeadFamily) else None
+    features_at = None if feed_back is None else features_reader(model_config)
     known_ids, both = model_config.vocab_size, min(vocab_size, model_config.vocab_size)
     width = tree.width
 
     def draft(weights: Any, known: DraftInput, kv_cache: KVCache, last_tokens: Tensor, drafts: Tensor) -> None:
         table, own_cache = own_table(known), kv_cache if feed_back is None else kv_cache[:-1]
-        step, ends, is_drafted, base, features = _path_rows(known, last_tokens, table, block_size, kv_cache, tree.depth)
+        step, ends, is_drafted, base, kept_at = _path_rows(known, last_tokens, table, block_size, kv_cache, tree.depth)
+        features = None if features_at is None else features_at(weights, kv_cache, kept_at)
         first = for_queries(layers, tree.depth + 2, exact=exact)
         root = (ends - 1).clamp(min=0)
         step = step._replace(input_ids=step.input_ids.clamp(max=known_ids - 1), features=features)
@@ -193,10 +195,10 @@ def _path_rows(
 ) -> tuple[StepInput, Tensor, Tensor, Tensor, Tensor | None]:
     """The rows that a step lets be computed, where those of each request end, who is drafted for, the last position.
 
-    And their features, of a head, which has a row for each token but the newest; a draft model has all, and the last
-    known one again.
+    And the slots of their features, of a head, which has a row for each token but the newest; a draft model has all,
+    and the last known one again.
     """
-    is_head = isinstance(kv_cache[-1], FeatureCache)
+    is_head = isinstance(kv_cache[-1], FeatureCache | HiddenCache)
     accepted, path = accepted_path(known, last_tokens, most)
     is_known = known.num_samples > 0
     is_drafted = is_known if is_head else is_known & (known.position + accepted < known.end)
@@ -218,12 +220,12 @@ def _path_rows(
     slots = torch.where(is_own, _slots_of_rows(table, owner, positions, block_size), SINK_SLOT)
     seq_lens = torch.where(counts > 0, known.position - 1 + counts, 0)
     starts = torch.nn.functional.pad(ends, (1, 0))
-    features = None
-    if is_head:  # kept where the row of the tree was
-        kept_at = torch.where(is_own, known.position[owner] - 1 + row, 0)
-        features = features_at(kv_cache, torch.where(is_own, _slots_of_rows(table, owner, kept_at, block_size), 0))
+    kept_at = None
+    if is_head:  # where the row of the tree was
+        places = torch.where(is_own, known.position[owner] - 1 + row, 0)
+        kept_at = torch.where(is_own, _slots_of_rows(table, owner, places, block_size), 0)
     step = StepInput(ids, positions, slots, starts, seq_lens, starts[1:], table)
-    return step, ends, is_drafted, known.position - 2 + counts, features
+    return step, ends, is_drafted, known.position - 2 + counts, kept_at
 
 
 def _slots_of_rows(table: Tensor, owner: Tensor, positions: Tensor, block_size: int) -> Tensor:

@@ -21,7 +21,7 @@ from compiled_llm.compiling.keys import Fields
 from compiled_llm.compiling.parallel import build_missing
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.inputs import FeatureCache, KVCache, StepInput
+from compiled_llm.models.inputs import FeatureCache, HiddenCache, KVCache, StepInput
 from compiled_llm.models.linears.adapted import without_adapters
 from compiled_llm.models.linears.vocabulary import shared_head
 from compiled_llm.models.registry import attention_layers, layers_of
@@ -77,7 +77,8 @@ class CompiledSteps:
         last_tokens: ``[R]`` int64 on the device: the tokens that the last step chose.
         hidden: ``[T, D]`` on the device: what the head took in the last step, of all its tokens. Of a stage before the
             next step: what that begins with.
-        taken: ``[T, taps * D]``, the inputs of layers that a drafter reads; None where it reads none.
+        taken: ``[T, taps * D]``, the inputs of layers that a drafter reads; None where it reads none, or its cache has
+            them.
         cache: where compiled functions are kept on disk; None before ``compile``, and where they are not kept.
         serves_before: whether steps run before all is compiled.
         build_seconds: in which ``compile`` waited for other processes.
@@ -120,7 +121,9 @@ class CompiledSteps:
         mark_sizes(self.last_tokens, sizes.most_rows)
         mark_sizes(self.hidden, sizes.most_tokens)
         self._taps = () if drafter is None else drafter[0].taps
-        self.taken = _buffer_of_taps(self.hidden, len(self._taps), sizes) if self._taps else None
+        self._keeps_hidden = drafter is not None and bool(drafter[1]) and isinstance(drafter[1][-1], HiddenCache)
+        is_taken = bool(self._taps) and not self._keeps_hidden
+        self.taken = _buffer_of_taps(self.hidden, len(self._taps), sizes) if is_taken else None
         for table in weights.ropes if model_config.ropes else ():  # those of transformers' code are other constants
             if len(table) == limits.max_model_len:  # a row for each position
                 mark_sizes(table, sizes.positions)
@@ -194,7 +197,7 @@ class CompiledSteps:
         """Move keys and values of accepted drafts, where ``output`` says so."""
         if output.moved_keys:
             kept = () if self.drafting is None else self.drafting.kv_cache
-            features = kept[-1].features if kept and isinstance(kept[-1], FeatureCache) else None
+            features = kept[-1][0] if kept and isinstance(kept[-1], FeatureCache | HiddenCache) else None
             groups = split_by_window(self.model_config, self._windows, self.kv_cache)
             latent = any(spec.latent_dim for spec in attention_layers(layers_of(self.model_config)))
             move_accepted(output, groups, features, latent=latent)
@@ -436,7 +439,8 @@ class CompiledSteps:
     def step_arguments(self, bucket: Bucket) -> tuple[Any, StepInput, KVCache, Feedback]:
         """What the compiled step of ``bucket`` is called with, each time."""
         buffers = self.buffers[bucket]
-        feedback = Feedback(buffers.feedback, self.last_tokens, self.hidden, self.taken)
+        kept = self.drafting.kv_cache[-1].hidden if self._keeps_hidden and self.drafting is not None else None
+        feedback = Feedback(buffers.feedback, self.last_tokens, self.hidden, self.taken, kept)
         weights = self._plain_weights if bucket.adapters is False else self.weights
         return weights, buffers.step_input, self.kv_cache, feedback
 

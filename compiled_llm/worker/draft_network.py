@@ -15,7 +15,7 @@ from compiled_llm.checkpoint.quantization import linears_of
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.draft_heads.family import HeadFamily, prefix_of
 from compiled_llm.models.family import Description
-from compiled_llm.models.inputs import KVCache
+from compiled_llm.models.inputs import FeatureCache, HiddenCache, KVCache
 from compiled_llm.models.linears.adapted import without_adapters
 from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.registry import family_of
@@ -74,9 +74,21 @@ class DraftPlan(NamedTuple):
         return family if isinstance(family, HeadFamily) else None
 
     @property
+    def keeps_hidden(self) -> bool:
+        """Whether it keeps what features are made of, and makes them when they are read.
+
+        On a CPU: most tokens are never drafted after, and the model's steps need not compute anything for it. A GPU
+        keeps features, which take a third of the memory.
+        """
+        return self.device.type == "cpu"
+
+    @property
     def feature_size(self) -> int:
         """Elements that it keeps of a token's hidden states."""
-        return 0 if self.head is None else self.head.feature_size(self.model_config)
+        head = self.head
+        if head is None or not head.feature_size(self.model_config):
+            return 0
+        return head.hidden_size(self.model_config) if self.keeps_hidden else head.feature_size(self.model_config)
 
     @property
     def token_bytes(self) -> int:
@@ -88,10 +100,13 @@ class DraftPlan(NamedTuple):
         return num_tensors(self.model_config, self.cache_dtypes) + bool(self.feature_size)
 
     def allocate(self, num_blocks: int, block_size: int) -> KVCache:
-        """A zeroed KV cache, the last of which has the features, if it has any."""
+        """A zeroed KV cache, the last of which has the features, if it has any, or what they are made of."""
         cache = allocate(self.model_config, self.cache_dtypes, num_blocks, block_size, self.device)
+        if not self.feature_size:
+            return cache
+        kind = HiddenCache if self.keeps_hidden else FeatureCache
         shape = num_blocks, block_size, self.feature_size
-        return (*cache, allocate_features(shape, self.dtype, self.device)) if self.feature_size else cache
+        return (*cache, allocate_features(kind, shape, self.dtype, self.device))
 
     def describe_cache(self) -> str:
         """As ``kv_cache.describe``."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from compiled_llm.api.speculative_config import NetworkTree
 from compiled_llm.models.draft_heads.family import HeadFamily
+from compiled_llm.models.inputs import FeatureCache
 from compiled_llm.models.registry import family_of
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
@@ -34,6 +35,8 @@ def network_stage(network: DraftNetwork, *arguments: Any, **others: Any) -> Netw
 class HeadStage(NetworkStage):
     """Keeps the features of all tokens of each step, whether it drafts or not.
 
+    Where its cache has what features are made of (``HiddenCache``), the step itself has left that there.
+
     A row that is said to be covered is that of a token and the one after it: see ``HeadCoverage``.
     """
 
@@ -41,11 +44,16 @@ class HeadStage(NetworkStage):
     _prompt_function = staticmethod(head_prompt_function)
     _numbers_rows = True
 
+    @property
+    def _keeps_features(self) -> bool:
+        return isinstance(self.kv_cache[-1], FeatureCache)
+
     def make_coverage(self, num_blocks: int, num_host_blocks: int) -> None:
         self.coverage = HeadCoverage(self._limits, num_blocks, num_host_blocks)
 
     def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
-        self._functions[self._features_name(bucket)](*self._feature_arguments(bucket))
+        if self._keeps_features:
+            self._functions[self._features_name(bucket)](*self._feature_arguments(bucket))
         return super().run(output, bucket, rows, store)
 
     def _catch_up(
@@ -59,7 +67,7 @@ class HeadStage(NetworkStage):
         return super()._catch_up(rows, starts, ends, ends, store)
 
     def _parts(self) -> Iterator[Part]:
-        buckets = list(self._step.slot_mapping)
+        buckets = list(self._step.slot_mapping) if self._keeps_features else []
         for bucket in buckets if self._one_for_all else buckets[::-1]:
             recipe = functools.partial(head_features_function, self.network.model_config)
             yield Part(self._features_name(bucket), recipe, functools.partial(self._feature_arguments, bucket), 0)

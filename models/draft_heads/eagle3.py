@@ -159,6 +159,7 @@ FAMILY: HeadFamily[Any, Any] = HeadFamily(
     requires=llama.FAMILY.requires,
     derived_tensors=("rotary_emb.inv_freq", "t2d"),
     feature_size=lambda config: config.hidden_size,
+    hidden_size=lambda config: len(config.layer_ids) * config.target_hidden_size,
     taps=lambda config: config.layer_ids,
     features=features,
     feed_back=feed_back,

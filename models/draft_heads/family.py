@@ -34,6 +34,7 @@ class HeadFamily(Family[C, W]):
 
     Attributes:
         feature_size: config -> F, the elements of a token's feature; 0: none is kept, and there is no cache.
+        hidden_size: config -> the elements of what ``features`` makes a feature of.
         taps: config -> the layers whose inputs features are made of, ascending; the number of layers stands for what
             the last one gives. Empty: features are made of what the model's head takes.
         features: (weights, those of all taps side by side ``[T, taps * D]``, config) -> ``[T, F]``. Pure.
@@ -45,6 +46,7 @@ class HeadFamily(Family[C, W]):
     """
 
     feature_size: Callable[[C], int] = dataclasses.field(kw_only=True)
+    hidden_size: Callable[[C], int] = lambda config: 0
     taps: Callable[[C], tuple[int, ...]] = lambda config: ()
     features: Callable[[W, Tensor, C], Tensor] = _as_they_are
     share: Callable[[W, Any], W] = shared

@@ -121,6 +121,7 @@ def _of(
         functools.partial(forward, through_layers=through_layers),
         head,
         feature_size=lambda config: config.hidden_size,
+        hidden_size=lambda config: config.hidden_size,
         features=features,
         share=share,
         prefix=prefix,

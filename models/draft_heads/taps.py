@@ -32,7 +32,9 @@ class Taps:
         return weights._replace(final_norm=TappedNorm(weights.final_norm, self._taken))
 
     def taken(self, hidden: Tensor) -> Tensor:
-        """All side by side, ``[T, taps * D]``; ``hidden`` ``[T, D]`` is what the last layer gave."""
+        """All side by side, ``[T, taps * D]``. ``hidden`` ``[T, D]``: what the last layer gave; all without taps."""
+        if not self._layers:
+            return hidden
         return torch.cat([*self._taken, hidden][: len(self._layers)], 1)
 
 

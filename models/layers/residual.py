@@ -148,9 +148,9 @@ class Residual:
         if isinstance(norm, GivenNorm):
             self.settle(norm.stream)
             norm = norm.norm
+        taken = None
         if isinstance(norm, TappedNorm):
-            norm.taken.append(self.tensor())
-            norm = norm.norm
+            taken, norm = norm.taken, norm.norm
         if isinstance(norm, FetchingNorm):
             latest = self.x if self._delta is None else self._delta
             for host, buffer in norm.begun:
@@ -158,7 +158,7 @@ class Residual:
             for buffer in norm.awaited:
                 ops.await_fetched(latest, buffer)
             norm = norm.norm
-        return Normed(self, norm)
+        return Normed(self, norm, taken)
 
     def tensor(self) -> Tensor:
         """The sum, ``[T, D]``: computed now, if something is still to be added."""
@@ -172,10 +172,13 @@ class Residual:
 
 
 class Normed:
-    """The norm of a residual stream, computed by what reads it. It is read once."""
+    """The norm of a residual stream, computed by what reads it. It is read once.
 
-    def __init__(self, residual: Residual, norm: Norm | None) -> None:
-        self.residual, self.norm = residual, norm
+    ``taken``: where to note the sum, which is often computed together with its norm.
+    """
+
+    def __init__(self, residual: Residual, norm: Norm | None, taken: list[Tensor] | None = None) -> None:
+        self.residual, self.norm, self._taken = residual, norm, taken
 
     @property
     def eps(self) -> float:
@@ -183,6 +186,15 @@ class Normed:
 
     def tensor(self) -> Tensor:
         """``[T, D]``. See ``ops.rms_norm`` and ``ops.layer_norm``."""
+        y = self._computed()
+        self._note()
+        return y
+
+    def _note(self) -> None:
+        if self._taken is not None:
+            self._taken.append(self.residual.x)
+
+    def _computed(self) -> Tensor:
         of, norm = self.residual, self.norm
         if norm is None:
             return of.tensor()
@@ -209,6 +221,7 @@ class Normed:
         """``activated_linear`` of the norm, ``[T, N]``; norm and linear layer are one op where a GPU has it."""
         of, norm = self.residual, self.norm
         if of.x.is_cuda and not of.is_pending and isinstance(norm, Tensor) and takes_norm(linear, of.x):
+            self._note()
             return surrounded(of.x, linear, Surroundings(norm, of.eps, activation, gated=gated))
         return activated_linear(self.tensor(), linear, activation, gated, factor)
 

@@ -492,7 +492,9 @@ _PLANTED = """
             num_accepted: known.token_ids[:, place + 1] => known.token_ids[:, place]
     step.head_drafting, HEADS
         a feature is that of the token after
-            features_at: slots % size => (slots + 1) % size
+            _features_at: slots % size => (slots + 1) % size
+        hidden states are taken for features
+            _features_at: made_of(weights, rows, model_config) => rows[:, : rows.shape[1] // 3]
         drafts that were right are not computed anew
             _accepted_rows: place = number - (ends - counts)[owner] => place = accepted[owner]
         a row stands at the token after its own
@@ -515,6 +517,9 @@ _PLANTED = """
         features are not kept while nothing is drafted
             HeadStage.run: self._functions[self._features_name(bucket)](*self._feature_arguments(bucket)) =>
                 output.drafts_next and self._functions[self._features_name(bucket)](*self._feature_arguments(bucket))
+    models.layers.residual, HEADS
+        inputs of layers that a head reads come in another order
+            Normed._note: self._taken.append(self.residual.x) => self._taken.insert(0, self.residual.x)
     worker.draft_coverage, NETWORKS
         a prefix that the drafter lacks is taken for computed
             DraftCoverage.num_covered: np.where(lacks.any(1), found, starts) => starts

@@ -1,6 +1,7 @@
 """Heads that read the model's hidden states: outputs are those without, and drafts those of a plain-torch reference."""
 
 import dataclasses
+import pickle
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm.models.inputs import FeatureCache, HiddenCache
+from compiled_llm.worker.draft_network import DraftPlan
 from tests.draft_heads import (
     HEAD_CONFIG,
     Eagle3Reference,
@@ -150,8 +153,15 @@ def test_each_layout_drafts_what_plain_torch_says(make: Callable, plain: list, t
     assert wrong_drafts(found, reference) == []
 
 
-def test_drafts_after_a_prefix_hit_are_those_without(tmp_path: Path) -> None:
-    """Of a prefix that others computed without drafting; and of one after which another token follows than before."""
+@pytest.mark.parametrize("keeps_hidden", [True, False])
+def test_drafts_after_a_prefix_hit_are_those_without(
+    keeps_hidden: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a prefix that others computed without drafting; and of one after which another token follows than before.
+
+    Also where features are kept, as on a GPU, in the place of the hidden states that they are made of.
+    """
+    monkeypatch.setattr(DraftPlan, "keeps_hidden", keeps_hidden)
     target = checkpoint("llama")
     _, directory, reference = of_speculators(tmp_path / "head", target)
     arguments = SMALL | {"num_kv_blocks": 60}
@@ -164,6 +174,7 @@ def test_drafts_after_a_prefix_hit_are_those_without(tmp_path: Path) -> None:
         found = record_drafts(engine)
         engine.generate(prompt, dataclasses.replace(params, num_speculative_tokens=0), use_tqdm=False)
         assert not found
+        assert isinstance(drafting.kv_cache[-1], HiddenCache if keeps_hidden else FeatureCache)
         for continued in (prompt, [*prompt[:16], 5, 6, 7], [*prompt[:16], 9, 5], [*prompt[:24], 8, 2], prompt):
             hits = engine.stats().prefix_hit_tokens
             engine.generate(continued, params, use_tqdm=False)
@@ -217,16 +228,36 @@ def test_outputs_are_those_without_it(name: str, count: int, tmp_path: Path) -> 
         assert made.stats.num_draft_tokens > count
 
 
+@pytest.mark.parametrize("keeps_hidden", [True, False])
+def test_each_function_is_one_graph_that_can_be_kept(
+    keeps_hidden: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Dynamo explains them, which traces a function and compiles nothing; and what one closes over is written."""
+    target = checkpoint("llama")
+    config = {"method": "eagle3", "model": write_eagle3(tmp_path / "head", target)}
+    monkeypatch.setattr(DraftPlan, "keeps_hidden", keeps_hidden)
+    with CompiledEngine(str(target), **SMALL | {"num_kv_blocks": 24}, speculative_config=config) as engine:
+        drafting = engine.own_runner.steps.drafting
+        assert drafting is not None
+        parts = list({part.name: part for part in drafting._parts()}.values())
+        assert len(parts) == 3 - keeps_hidden
+        for part in parts:
+            function = part.recipe()
+            explained = torch._dynamo.explain(function)(*part.arguments())
+            assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained.break_reasons
+            assert pickle.dumps([cell.cell_contents for cell in function.__closure__])
+
+
 def test_its_memory_is_in_the_ledger(tmp_path: Path) -> None:
-    """What is the model's own counts once; features are part of the pool."""
+    """What is the model's own counts once; hidden states are part of the pool."""
     target = checkpoint("llama")
     directory = of_speculators(tmp_path / "head", target)[1]
     with CompiledEngine(str(target), **SMALL, speculative_config=config_of("eagle3", directory)) as engine:
         ledger, drafting = engine.memory_report(), engine.own_runner.steps.drafting
         assert drafting is not None
         (layer, kept), num_blocks = drafting.kv_cache, engine.stats().num_kv_blocks + 1
-        assert kept.features.shape == (num_blocks, 4, 112)
-        assert ledger.bytes_of("drafter's KV pool") == sum(x.nbytes for x in (layer.k, layer.v, kept.features))
+        assert kept.hidden.shape == (num_blocks, 4, 3 * 112)
+        assert ledger.bytes_of("drafter's KV pool") == sum(x.nbytes for x in (layer.k, layer.v, kept.hidden))
     tensors = load_file(Path(directory) / "model.safetensors")
     own = sum(value.nbytes for value in tensors.values())
     assert own <= ledger.bytes_of("drafter's weights") < own + 307 * 112 * 4

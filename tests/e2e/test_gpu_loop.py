@@ -16,7 +16,9 @@ from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker import compiled_steps, draft_trees
 from compiled_llm.worker.device import say_cost_of_dtype
 from tests.adapters.made import linear_modules, write_adapter
-from tests.drafting_networks import inexact_copy
+from tests.draft_heads import Eagle3Reference, write_eagle3
+from tests.drafting_networks import draft_in_turns, inexact_copy, record_drafts
+from tests.e2e.test_draft_heads import wrong_drafts
 from tests.families import checkpoint, transformers_model
 from tests.pretend_gpu import GPU, WaitError, pretended_gpu
 
@@ -209,14 +211,18 @@ def test_trees_of_drafts_are_verified_on_the_gpu(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.battery
-@pytest.mark.parametrize("method", ["draft_model", "layer_skip"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "layer_skip"])
 def test_a_network_drafts_on_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str) -> None:
     """Tokens are those of a CPU without drafts, some drafts are right, and the host waits for ends of steps alone."""
     family = "gemma3" if method == "layer_skip" else "llama"  # with windows, whose keys have places of their own
     sizes = SIZES | {"model": str(checkpoint(family)), "num_kv_blocks": 40, "block_size": 8}
     config: dict[str, Any] = {"method": method, "adaptive": False}
+    reference = None
     if method == "draft_model":
         config["model"] = inexact_copy("llama", tmp_path / "draft")
+    elif method == "eagle3":
+        config["model"] = write_eagle3(tmp_path / "head", checkpoint(family))
+        reference = Eagle3Reference(tmp_path / "head", checkpoint(family))
     else:
         config["num_draft_layers"] = 2
     prompts = [[5, 6, 7], [8] * 20, [9, 10]]
@@ -229,12 +235,19 @@ def test_a_network_drafts_on_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         expected = tokens(engine)
     arguments: dict[str, Any] = {**sizes, "check_invariants": True, "speculative_config": config}
     with pretended_gpu(monkeypatch) as gpu, CompiledEngine(device="cuda", **arguments) as engine:
+        if reference is not None:
+            draft_in_turns(engine)
+        found = record_drafts(engine)
         gpu.serving, waits = True, gpu.num_waits
         assert tokens(engine) == expected
         gpu.serving = False
         stats = engine.stats()
         assert gpu.num_waits - waits == stats.num_steps, "one wait a step"
-    assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
+    if reference is not None:  # of random weights, which are hardly ever right
+        assert len(found) > 5
+        assert wrong_drafts(found, reference) == []
+    else:
+        assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
 
 
 def test_decodes_without_adapters_have_steps_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_outputs_are_those_without_it_and_it_drafts_what_it_should(
     assert stats.prefix_hit_tokens
     if not arguments["enforce_eager"]:
         assert {(report.graphs, report.graph_breaks, report.recompiles) for report in reports} == {(1, 0, 0)}
-        assert {"draft", "draft_prompt", "draft_features"} < {report.name for report in reports}
+        assert {"draft", "draft_prompt"} < {report.name for report in reports}
 
 
 @pytest.mark.parametrize("name", ["glm4-moe", "qwen3-next"])
@@ -150,7 +150,7 @@ def test_each_function_is_one_graph(name: str, tmp_path: Path) -> None:
         drafting = engine.own_runner.steps.drafting
         assert drafting is not None
         parts = list({part.name: part for part in drafting._parts()}.values())
-        assert {part.name for part in parts} == {"draft_features", "draft_prompt", "draft"}
+        assert {part.name for part in parts} == {"draft_prompt", "draft"}
         for part in parts:
             explained = torch._dynamo.explain(part.recipe())(*part.arguments())
             assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained.break_reasons
