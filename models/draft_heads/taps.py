@@ -18,9 +18,11 @@ class Taps:
     def __init__(self, layers: Sequence[int]) -> None:
         self._layers = layers
         self._taken: list[Tensor] = []
+        self._num_noted = 0  # what ``on`` has let norms of layers note
 
     def on(self, weights: Any) -> Any:
         """``weights`` that note them. Nothing else is computed, and no number is another one."""
+        self._num_noted = sum(number < len(weights.layers) for number in self._layers)
         tapped = [
             layer._replace(input_norm=TappedNorm(layer.input_norm, self._taken)) if number in self._layers else layer
             for number, layer in enumerate(weights.layers)
@@ -35,6 +37,8 @@ class Taps:
         """All side by side, ``[T, taps * D]``. ``hidden`` ``[T, D]``: what the last layer gave; all without taps."""
         if not self._layers:
             return hidden
+        found, wanted = len(self._taken), (self._num_noted, len(self._layers))
+        assert found in wanted, f"a norm notes its input once, when it is read: {found} of {self._layers} are noted"
         return torch.cat([*self._taken, hidden][: len(self._layers)], 1)
 
 

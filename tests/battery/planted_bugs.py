@@ -178,7 +178,10 @@ TREES = Checks(("tests/scheduling/test_draft_trees.py", "tests/e2e/test_draft_tr
 NETWORK_TREES = Checks(("tests/worker/test_draft_trees.py", "tests/e2e/test_network_trees.py"), load_torch=True)
 LATENT_TREES = Checks(("tests/ops/attention/test_latent_trees.py",), load_torch=True)
 NETWORKS = Checks(("tests/worker/test_draft_coverage.py", "tests/e2e/test_draft_model.py"), load_torch=True)
-HEADS = Checks(("tests/worker/test_head_coverage.py", "tests/e2e/test_draft_heads.py"), load_torch=True)
+HEADS = Checks(
+    ("tests/worker/test_head_coverage.py", "tests/step/test_head_drafting.py", "tests/e2e/test_draft_heads.py"),
+    load_torch=True,
+)
 TAGS = Checks(("tests/battery/test_tags.py", "tests/worker/test_step_buffers.py"), load_torch=True)
 COPIES = Checks(("tests/ops/test_swap.py::test_round_trip[mixed-(2, 3, 7)-cpu]",), load_torch=True)
 BLOCK_COPIES = Checks(("tests/ops/test_swap.py::test_copies_within_the_pool",), load_torch=True)

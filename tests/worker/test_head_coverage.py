@@ -69,14 +69,21 @@ def test_who_goes_on_with_the_first_token_has_the_row_again() -> None:
     assert run.outdated(back) == [(back, 7, [PROMPT[8]])]
 
 
-def test_followers_move_with_their_blocks() -> None:
+def test_followers_move_with_blocks_that_are_swapped() -> None:
     run = Run()
     run.compute(run.admit(PROMPT, [1, 2, 3, 4]), 0, 13)
-    moves = {"swapped_out": ((2, 3),), "copies": ((3, 9),)}
-    assert run.outdated(run.admit(PROMPT, [1, 2, 9, 5], start=12, moves=moves)) == []
+    assert run.outdated(run.admit(PROMPT, [1, 2, 3, 5], start=12, moves={"swapped_out": ((2, 3),)})) == []
     back = run.admit([*PROMPT[:8], 91], [1, 10, 11], start=8, moves={"swapped_in": ((10, 3),)})
     assert run.outdated(back) == [(back, 7, [91])]
     assert run.coverage._followers[10] == 91
+
+
+def test_followers_move_with_blocks_that_are_copied() -> None:
+    """In a step that swaps none."""
+    run = Run()
+    run.compute(run.admit(PROMPT, [1, 2, 3, 4]), 0, 13)
+    assert run.outdated(run.admit(PROMPT, [1, 2, 9, 5], start=12, moves={"copies": ((3, 9),)})) == []
+    assert run.coverage._followers[9] == PROMPT[12]
 
 
 def test_a_row_whose_follower_is_not_known_cannot_be_computed() -> None:

@@ -1,5 +1,7 @@
 """The inputs of layers, read on the way: those that transformers has, and no number of the model is another one."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from compiled_llm.checkpoint import loader
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.draft_heads.taps import Taps, check_taps
 from compiled_llm.models.layers.attention import for_queries
+from compiled_llm.models.layers.residual import Residual
 from compiled_llm.models.registry import family_of
 from tests.families import EVERY_CONFIG, checkpoint, transformers_model
 from tests.models.steps import empty_cache, step_input
@@ -49,6 +52,20 @@ def test_they_are_the_inputs_of_layers_and_change_nothing(name: str) -> None:
     for number, (one, wanted) in enumerate(zip(taken, expected, strict=False)):
         torch.testing.assert_close(one, wanted, atol=2e-4, rtol=1e-3, msg=lambda text, n=number: f"layer {n}: {text}")
     assert len(taken) == len(expected) + 1  # what the last layer gives is no layer's input
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_norm_that_is_not_read_once_is_told(times: int) -> None:
+    """What the last layer gave would take the place of an input that was not noted."""
+    layer, taps = SimpleNamespace(input_norm=torch.ones(4), _replace=lambda **new: SimpleNamespace(**new)), Taps((0, 1))
+    weights = SimpleNamespace(layers=(layer, layer), _replace=lambda **new: SimpleNamespace(**new))
+    x, tapped = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), taps.on(weights)
+    for one, count in zip(tapped.layers, (1, times), strict=True):
+        normed = Residual(x, 1e-5).normed(one.input_norm)
+        for _ in range(count):
+            normed.tensor()
+    with pytest.raises(AssertionError, match=rf"when it is read: {1 + times} of \(0, 1\) are noted"):
+        taps.taken(x)
 
 
 def inputs_of_layers(name: str, prompt: list[int]) -> list[Tensor]:

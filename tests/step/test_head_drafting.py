@@ -1,0 +1,47 @@
+"""What heads draft behind a step, of tensors that say which rows they have read."""
+
+import torch
+from torch import Tensor
+
+from compiled_llm.models.draft_heads.medusa import MedusaConfig, Weights
+from compiled_llm.models.linears.dense import Dense
+from compiled_llm.step.drafting import NO_DRAFT, DraftInput
+from compiled_llm.step.head_drafting import draft_medusa_function
+from compiled_llm.step.sampling import SamplingInput
+
+SIZE, NUM_DRAFTS = 12, 2
+
+
+def medusa_config() -> MedusaConfig:
+    """Of heads without blocks: each gives the logits of the hidden state itself."""
+    return MedusaConfig(
+        "LlamaForCausalLM", SIZE, SIZE, SIZE, 0, 1, 1, 2, 1e-5, (), 64, False, "float32", (),
+        block_names=((), ()), head_names=(), draft_vocab_size=SIZE, bias=False, is_normed=True,
+    )  # fmt: skip
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def greedy(count: int) -> SamplingInput:
+    zeros, ones, places = torch.zeros(count), torch.ones(count), torch.zeros(count, dtype=torch.int32)
+    return SamplingInput(zeros, ones, places + SIZE, zeros, zeros, torch.zeros(count, dtype=torch.int64), places)
+
+
+def test_medusa_heads_read_the_row_of_the_last_right_token() -> None:
+    """Of four requests no draft, one and both were right, and the fourth is padding. Row i of the step says token i."""
+    logits_rows, token_rows, right = (0, 3, 6, 0), (0, 3, 8, 0), ((), (4,), (6, 5), ())
+    last_tokens = torch.full((9,), 1)
+    token_ids = torch.full((4, NUM_DRAFTS + 1), 2, dtype=torch.int32)
+    for request, drafts in enumerate(right):
+        for place, token_id in enumerate(drafts):
+            token_ids[request, place + 1] = last_tokens[logits_rows[request] + place] = token_id
+    known = DraftInput(
+        int32(*logits_rows), int32(3, 3, 3, 0), token_ids, int32(9, 9, 9, 0), int32(20, 20, 20, 0),
+        torch.zeros(4, 8, dtype=torch.int32), None, greedy(4), int32(*token_rows),
+    )  # fmt: skip
+    weights = Weights(None, ((), ()), (), None, head=Dense(torch.eye(SIZE)))
+    drafts = torch.full((5, NUM_DRAFTS), 99)
+    draft_medusa_function(medusa_config(), 8, SIZE)(weights, known, torch.eye(SIZE)[:11], last_tokens, drafts)
+    assert drafts.tolist() == [[0, 0], [4, 4], [10, 10], [NO_DRAFT] * 2, [99, 99]]
