@@ -9,6 +9,7 @@ import importlib
 import importlib.machinery
 import json
 import multiprocessing
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -122,6 +123,8 @@ def run_in_a_fork(bug: Bug | None, checks: Checks) -> dict[str, str]:
 def main() -> None:
     sys.dont_write_bytecode = True
     jobs = json.load(sys.stdin)
+    # As tests/conftest.py sets it, which comes too late here: threads of small tensors wait for each other.
+    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
     if any(job["checks"]["load_torch"] for job in jobs):
         import torch._dynamo  # noqa: F401
         import transformers  # noqa: F401
