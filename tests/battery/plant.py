@@ -89,12 +89,19 @@ def run(bug: Bug | None, checks: Checks) -> dict[str, str]:
     code = pytest.main(arguments if checks.load_torch else ["--noconftest", *arguments], [observer])
     if code == pytest.ExitCode.OK:
         return {"outcome": "passed", "by": "", "error": ""}
-    seen = code == pytest.ExitCode.TESTS_FAILED and isinstance(observer.error, FAILURES)
+    seen = code == pytest.ExitCode.TESTS_FAILED and _says_failure(observer.error)
     return {
         "outcome": "caught" if seen else "broken",
         "by": str(observer.failed),
         "error": f"{type(observer.error).__name__}: {observer.error}"[:300],
     }
+
+
+def _says_failure(error: BaseException | None) -> bool:
+    """Whether a check failed with it; tasks that failed beside each other each with one."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(_says_failure, error.exceptions))
+    return isinstance(error, FAILURES)
 
 
 def _run_and_send(bug: Bug | None, checks: Checks, connection: Connection) -> None:

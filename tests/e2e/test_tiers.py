@@ -20,8 +20,9 @@ from compiled_llm.tiers import file_thread
 from compiled_llm.tiers.block_file import HEADER_BYTES
 from compiled_llm.worker import block_copies, started_model
 from tests.adapters.made import linear_modules, write_adapter
-from tests.draft_heads import write_eagle3, write_medusa
-from tests.drafting_networks import inexact_copy
+from tests.draft_heads import Eagle3Reference, write_eagle3, write_medusa
+from tests.drafting_networks import inexact_copy, record_drafts
+from tests.e2e.test_draft_heads import wrong_drafts
 from tests.e2e.test_draft_model import SMALL, SWAP, Work, facts, random_work, serve
 from tests.families import checkpoint, transformers_model
 
@@ -283,16 +284,20 @@ def test_an_adapter_has_blocks_of_its_own(tiny: dict[str, Any], tmp_path: Path) 
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "medusa"])
 def test_with_a_network_that_drafts(method: str, tiny: dict[str, Any], tmp_path: Path) -> None:
     """What it keeps of a block from a file is computed again: no token suffers, and later drafts are accepted."""
-    config = network(method, tmp_path / "draft")
+    config = network(method, tmp_path / "draft") | {"adaptive": False}
     prompts, disk = prompts_of(3), {"kv_disk_path": str(tmp_path / "kv")}
     with CompiledEngine(str(checkpoint("llama")), **tiny) as engine:
         expected = tokens(engine, prompts)
     accepted = []
     for _ in range(2):
         with CompiledEngine(str(checkpoint("llama")), **tiny, **disk, speculative_config=config) as engine:
+            found = record_drafts(engine)
             assert tokens(engine, prompts) == expected
             accepted.append(engine.stats().num_accepted_draft_tokens)
     assert engine.stats().disk_hit_tokens > 0
+    if method == "eagle3":  # hidden states of the prompt are those from the file
+        assert len(found) > 5
+        assert wrong_drafts(found, Eagle3Reference(tmp_path / "draft", checkpoint("llama"))) == []
     assert min(accepted) > 0 or method != "draft_model"  # heads with random weights are never right
 
 
