@@ -34,8 +34,8 @@ def test_medusa_heads_read_the_row_of_the_last_right_token() -> None:
     logits_rows, token_rows, right = (0, 3, 6, 0), (0, 3, 8, 0), ((), (4,), (6, 5), ())
     last_tokens = torch.full((9,), 1)
     token_ids = torch.full((4, NUM_DRAFTS + 1), 2, dtype=torch.int32)
-    for request, drafts in enumerate(right):
-        for place, token_id in enumerate(drafts):
+    for request, found in enumerate(right):
+        for place, token_id in enumerate(found):
             token_ids[request, place + 1] = last_tokens[logits_rows[request] + place] = token_id
     known = DraftInput(
         int32(*logits_rows), int32(3, 3, 3, 0), token_ids, int32(9, 9, 9, 0), int32(20, 20, 20, 0),

@@ -1,6 +1,6 @@
 """The inputs of layers, read on the way: those that transformers has, and no number of the model is another one."""
 
-from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -54,11 +54,19 @@ def test_they_are_the_inputs_of_layers_and_change_nothing(name: str) -> None:
     assert len(taken) == len(expected) + 1  # what the last layer gives is no layer's input
 
 
+class Layer(NamedTuple):
+    input_norm: Any
+
+
+class Weights(NamedTuple):
+    layers: tuple[Layer, ...]
+
+
 @pytest.mark.parametrize("times", [0, 2])
 def test_a_norm_that_is_not_read_once_is_told(times: int) -> None:
     """What the last layer gave would take the place of an input that was not noted."""
-    layer, taps = SimpleNamespace(input_norm=torch.ones(4), _replace=lambda **new: SimpleNamespace(**new)), Taps((0, 1))
-    weights = SimpleNamespace(layers=(layer, layer), _replace=lambda **new: SimpleNamespace(**new))
+    taps, layer = Taps((0, 1)), Layer(torch.ones(4))
+    weights = Weights((layer, layer))
     x, tapped = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), taps.on(weights)
     for one, count in zip(tapped.layers, (1, times), strict=True):
         normed = Residual(x, 1e-5).normed(one.input_norm)
