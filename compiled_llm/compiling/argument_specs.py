@@ -147,7 +147,8 @@ class Seen:
 
     def __init__(self, args: tuple) -> None:
         self._args: Any = args
-        self._binds = self._is_bound = False  # from the next call on, and for a call already
+        self._binds = False  # the next call
+        self._was_bound = self._ran_bound = False
         self._again: Any = None
         self._watch(list({id(tensor): tensor for tensor in tensors_in(args)}.values()))  # torch takes each once
 
@@ -167,15 +168,16 @@ class Seen:
         """
         if self._again is None:
             if self._binds and hasattr(function, "bind"):
+                self._binds, self._was_bound = False, True
                 result, self._again = function.bind(*self._args)
                 return result
             started = time.perf_counter()
             result = function(*self._args)
-            self._binds = time.perf_counter() - started < _LONG
+            self._binds = not self._was_bound and time.perf_counter() - started < _LONG
             return result
         result = self._again()
-        if not self._is_bound:
-            self._is_bound = True
+        if not self._ran_bound:
+            self._ran_bound = True
             held = {id(tensor) for tensor in self._again.held()}
             self._watch([tensor for tensor in self._tensors if id(tensor) not in held])
         return result

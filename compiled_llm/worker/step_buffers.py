@@ -99,10 +99,11 @@ class StepBuffers:
         windows: of the pool.
         tables: where the device has the block tables of all requests. None, as on a CPU: a step's own are filled in.
         uses_trees: whether torch records the CUDA graphs.
+        pads: whether a step computes all of the bucket, as a graph of its size does.
 
     Attributes:
-        step_input, sampling_input: views on the device at fixed addresses; on a CPU without padding, once ``fill`` was
-            called.
+        step_input, sampling_input: views on the device at fixed addresses; without padding, once ``fill`` was called,
+            unless ``pads``.
         feedback: ``[T]`` int32 on the device: for each token the logits row of the step before that samples it, or -1
             where ``input_ids`` has it.
         num_tokens: that the step computes, padding among them.
@@ -116,6 +117,7 @@ class StepBuffers:
         windows: Sequence[int] = (),
         tables: BlockTables | None = None,
         uses_trees: bool = False,
+        pads: bool = True,
     ) -> None:
         self.bucket = bucket
         self.block_size = limits.block_size
@@ -136,7 +138,8 @@ class StepBuffers:
         self._buffers = FieldBuffers(fields, device)
         views, sizes = self._buffers.tensors, StepSizes.of(limits, device, uses_trees)
         self._mark(views, sizes)
-        self._has_padding = sizes.tokens is None
+        self._pads = pads
+        assert pads or sizes.tokens is not None, "code of one size"
         self._all = bucket.num_tokens, bucket.num_requests, bucket.num_rows
         self._inputs = {self._all: self._inputs_of(views if tables is None else views | self._tables_of(tables))}
         self._take(*self._all)
@@ -306,7 +309,7 @@ class StepBuffers:
         num_rows = self._fill_logits_rows(fields, output, store, rows, ends - 1, seq_lens)
         if self._has_trees:
             self._fill_trees(fields, output, ends - counts)
-        if self._has_padding:
+        if self._pads:
             self._pad(fields, total, n, num_rows)
         else:
             self._take(total, n, num_rows)
