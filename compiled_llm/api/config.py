@@ -72,7 +72,7 @@ class EngineConfig:
             the model, which come to two buffers on the GPU for each step. See docs/offload.md.
         max_model_len: most tokens of a request, prompt and output together. None: the model's.
         bucket_sizes: decode batch sizes to compile. The largest is the default ``max_num_seqs``. None: on a CPU 1, 8
-            and 32; on a GPU the powers of two from 1 to 256.
+            and 32, where steps of sizes between them compute no padding; on a GPU the powers of two from 1 to 256.
         token_bucket_sizes: sizes in tokens to compile for steps that hold prefill chunks. None: on a CPU, where one
             graph serves all, ``max_num_batched_tokens`` and six smaller ones, each half of the next; on a GPU also
             three quarters of these, down to a sixteenth: nine.

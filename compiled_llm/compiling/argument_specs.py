@@ -5,6 +5,7 @@ Arguments are nested tuples (NamedTuples among them) of tensors, None and number
 """
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -137,12 +138,17 @@ def examples_of(value: Any, dynamic: Mapping[str, int] = MappingProxyType({})) -
     return example(value)
 
 
+_MOST_SEEN = 64  # arguments of other sizes
+_LONG = 0.1  # seconds of a call: to be bound to its arguments would make it no faster, and keeps memory
+
+
 class Seen:
     """Arguments that were compared, and whether they are still what they were then."""
 
     def __init__(self, args: tuple) -> None:
         self._args: Any = args
-        self._calls = 0
+        self._binds = False  # the next call
+        self._was_bound = self._ran_bound = False
         self._again: Any = None
         self._watch(list({id(tensor): tensor for tensor in tensors_in(args)}.values()))  # torch takes each once
 
@@ -156,15 +162,22 @@ class Seen:
         return same_objects(self._args, args) and self._unchanged(*self._tensors)
 
     def call(self, function: Callable) -> Any:
-        """What ``function`` gives for them. The second time it is bound to them, if it has ``ReadyFunction.bind``."""
-        self._calls += 1
+        """What ``function`` gives for them.
+
+        The second time it is bound to them, if it has ``ReadyFunction.bind`` and did not take long.
+        """
         if self._again is None:
-            if self._calls != 2 or not hasattr(function, "bind"):
-                return function(*self._args)
-            result, self._again = function.bind(*self._args)
+            if self._binds and hasattr(function, "bind"):
+                self._binds, self._was_bound = False, True
+                result, self._again = function.bind(*self._args)
+                return result
+            started = time.perf_counter()
+            result = function(*self._args)
+            self._binds = not self._was_bound and time.perf_counter() - started < _LONG
             return result
         result = self._again()
-        if self._calls == 3:
+        if not self._ran_bound:
+            self._ran_bound = True
             held = {id(tensor) for tensor in self._again.held()}
             self._watch([tensor for tensor in self._tensors if id(tensor) not in held])
         return result
@@ -175,7 +188,7 @@ class ArgumentCheck:
 
     Objects that were compared before are not compared again, unless one was changed in place, which torch checks. So a
     step whose weights, cache and buffers are the same objects costs some twenty microseconds with hundreds of tensors.
-    The last arguments of each combination of dynamic sizes are kept for that.
+    The last arguments of each combination of dynamic sizes are kept for that, of 64 of them.
 
     Attributes:
         last: the arguments that were compared last and did not differ.
@@ -209,6 +222,8 @@ class ArgumentCheck:
             return None
         found = _difference("argument", self._specs, args, {}, {})
         if found is None:
+            if sizes not in self._seen and len(self._seen) >= _MOST_SEEN:
+                del self._seen[next(iter(self._seen))]
             self.last = self._seen[sizes] = Seen(args)
         return found
 

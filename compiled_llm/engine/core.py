@@ -65,7 +65,7 @@ class EngineCore:
         self.updated: dict[str, None] = {}
         self.launched: deque[tuple[SchedulerOutput, Any]] = deque()
         self.counts = EngineCounts()
-        self.log = StepLog(windows=windows_of(model_config), serves_adapters=config.enable_lora)
+        self.log = self._new_log(None)
         self._completions: dict[Request, tuple[UserRequest, Completion]] = {}
         self._beams: dict[Request, BeamGroup] = {}
         self._advanced: deque[Request] = deque()  # requests that got a token or ended, and are still to be processed
@@ -130,13 +130,17 @@ class EngineCore:
         del self.entries[entry.request_id]
         self.counts.num_finished += 1
 
-    def reset_log(self, log: StepLog) -> None:
-        """Start a new log: unfinished requests count as arriving now."""
-        self.log = log
+    def reset_log(self, pauses: list[tuple[float, float]] | None) -> None:
+        """Start a new log: unfinished requests count as arriving now. ``pauses``: see ``StepLog``."""
+        self.log = self._new_log(pauses)
         for _ in self.entries:
-            log.arrive()
+            self.log.arrive()
         for _, completion in self._completions.values():
             completion.last_token_time = None
+
+    def _new_log(self, pauses: list[tuple[float, float]] | None) -> StepLog:
+        pads = self.worker.facts.device_type != "cpu"
+        return StepLog(pauses, windows_of(self.model_config), self.config.enable_lora, computes_padding=pads)
 
     def drain(self) -> None:
         """Wait for the steps that the device works on. What they sampled is seen by nobody."""

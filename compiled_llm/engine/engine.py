@@ -27,8 +27,7 @@ from compiled_llm.ops.torch_settings import own_settings
 from compiled_llm.report import machine_limits
 from compiled_llm.report.limit_seconds import LimitSeconds
 from compiled_llm.report.report import RunReport, make_report, make_trace
-from compiled_llm.report.roofline import ModelWork, windows_of
-from compiled_llm.report.step_log import StepLog
+from compiled_llm.report.roofline import ModelWork
 from compiled_llm.scheduling.drafter import Drafter
 from compiled_llm.step.kv_cache import bytes_per_layer, bytes_per_slot
 from compiled_llm.text.chat import messages_list
@@ -383,8 +382,7 @@ class CompiledEngine(StepEngine):
                 f"runs the steps), given {profile_steps}"
             )
         with self._interrupts:
-            pauses, windows = profiler.pauses if profiler else None, windows_of(self.model_config)
-            self._core.reset_log(StepLog(pauses, windows, self.config.enable_lora))
+            self._core.reset_log(profiler.pauses if profiler else None)
         self._stats_before = self.stats()
 
     def report(self, *, measure_limits: bool = True) -> RunReport:

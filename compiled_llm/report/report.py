@@ -345,7 +345,7 @@ def _surpassed(groups: dict[str, list[StepRow]], work: ModelWork, limits: Machin
 
 
 def _padding_seconds(row: StepRow) -> float:
-    return row.seconds * (1 - row.total_tokens / (row.count * row.bucket.num_tokens))
+    return row.seconds * row.total_padding / (row.total_padding + row.total_tokens)
 
 
 def _steps_report(
@@ -354,8 +354,7 @@ def _steps_report(
     seconds = sum(row.seconds for row in rows)
     num_bytes = sum(model.bytes(row.work()) for row in rows)
     flops = sum(model.flops(row.work()) for row in rows)
-    buckets_rows = sum(row.count * row.bucket.num_tokens for row in rows)
-    num_tokens = sum(row.total_tokens for row in rows)
+    num_tokens, padding = sum(row.total_tokens for row in rows), sum(row.total_padding for row in rows)
     read, peak = (limits.read_bytes_per_second, limits.flops_per_second) if limits else (None, None)
     return StepsReport(
         name=name,
@@ -363,7 +362,7 @@ def _steps_report(
         seconds=seconds,
         num_requests=sum(row.total_requests for row in rows),
         num_tokens=num_tokens,
-        padding_share=1 - num_tokens / buckets_rows,
+        padding_share=padding / (num_tokens + padding),
         padding_seconds=sum(_padding_seconds(row) for row in rows),
         bytes=num_bytes,
         flops=flops,

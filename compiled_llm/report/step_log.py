@@ -62,6 +62,7 @@ class StepRow:
         num_requests, num_tokens: of each step.
         recent: seconds of the latest steps in the bucket; all rows of the bucket share it.
         count, seconds: number of steps, and their time on the device.
+        total_padding: tokens that held none, over the steps.
         total_requests, total_tokens, num_logits, num_keys, num_pairs, num_experts, num_states: sums over the steps;
             see ``StepWork``.
     """
@@ -74,6 +75,7 @@ class StepRow:
     seconds: float = 0.0
     total_requests: int = 0
     total_tokens: int = 0
+    total_padding: int = 0
     num_head_steps: int = 0
     num_logits: int = 0
     num_keys: int = 0
@@ -95,6 +97,7 @@ class StepLog:
         pauses: the list of ``pauses`` below.
         windows: the sliding windows of the model's layers, see ``windows_of``.
         serves_adapters: whether to count by adapter too.
+        computes_padding: whether a step computes all tokens of its bucket.
 
     Attributes:
         by_adapter: None: adapters are not counted.
@@ -115,7 +118,9 @@ class StepLog:
         pauses: list[tuple[float, float]] | None = None,
         windows: Sequence[int] = (),
         serves_adapters: bool = False,
+        computes_padding: bool = True,
     ) -> None:
+        self._computes_padding = computes_padding
         self.by_adapter = AdapterUse() if serves_adapters else None
         self.rounded_steps = 0
         self.is_cut = False
@@ -190,6 +195,7 @@ class StepLog:
         row.recent.append(seconds)
         row.total_requests += requests
         row.total_tokens += tokens
+        row.total_padding += bucket.num_tokens - tokens if self._computes_padding else 0
         row.num_experts += num_experts
         row.num_states += 2 * requests - output.num_computed_tokens.count(0)
         row.num_logits += sum(output.num_samples)

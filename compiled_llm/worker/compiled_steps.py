@@ -107,8 +107,9 @@ class CompiledSteps:
         self.buckets = buckets_of(limits)
         self.tables = BlockTables(limits, device, len(self._windows)) if device.type == "cuda" else None
         self.uses_trees = device.type == "cuda" and graph_pool is None and not config.enforce_eager
+        pads = device.type != "cpu" or graph_pool is not None  # a recorded graph has one size
         self.buffers = {
-            bucket: StepBuffers(bucket, limits, device, self._windows, self.tables, self.uses_trees)
+            bucket: StepBuffers(bucket, limits, device, self._windows, self.tables, self.uses_trees, pads)
             for bucket in self.buckets
         }
         num_rows = max(bucket.num_rows for bucket in self.buckets)

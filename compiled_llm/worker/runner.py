@@ -112,7 +112,7 @@ class ModelRunner(StartedModel, Worker):
             self.times.launch_seconds += finished - prepared
         self.times.prepare_seconds += prepared - preparing
         self.times.execute_seconds += finished - prepared
-        self.times.num_padding_tokens += bucket.num_tokens - output.num_tokens
+        self.times.num_padding_tokens += steps.buffers[bucket].num_tokens - output.num_tokens
         if profiler is not None and take_back is not None:
             if slot is not None:
                 slot.ended.synchronize()

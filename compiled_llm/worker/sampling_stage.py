@@ -6,7 +6,7 @@ follows from the requests of a step, so a step whose requests are all greedy run
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -254,8 +254,8 @@ class SamplingStage:
 
     def _arguments(self, kind: str, rows: int, logits: Tensor, sampling_input: SamplingInput) -> tuple:
         """The function's, with the logits that it takes."""
-        logits_input = self._logits_buffers[rows].logits_input
-        changed = (logits_input, self._token_counts) if kind == "sample_changed" else ()
+        logits_input = self._logits_buffers[rows].first(len(logits)) if kind == "sample_changed" else None
+        changed = (logits_input, self._token_counts) if logits_input is not None else ()
         own = (self._ranks.tokens,) if self._ranks is not None and self._takes_own(kind) else ()
         return logits, sampling_input, *changed, *own, self._last_tokens
 
@@ -402,10 +402,20 @@ class _LogitsBuffers:
         self.buffers = FieldBuffers(fields, device)
         views = {name: mark_sizes(tensor, sizes.sampled) for name, tensor in self.buffers.tensors.items()}
         mark_sizes(views["allowed"], None, sizes.mask_words)
-        custom = tuple(tuple(views[t.name, name] for name in t.fields) for t in transforms)
+        self._transforms, self._views = transforms, views
+        self._inputs = {rows: self._input_of(views)}
+
+    def _input_of(self, views: Mapping[Any, Tensor]) -> LogitsInput:
+        custom = tuple(tuple(views[t.name, name] for name in t.fields) for t in self._transforms)
         own = {name: views[name] for name in LogitsInput._fields if name not in ("fields", "drafts")}
-        drafts = None if draft_rows is None else draft_rows(*(views[name] for name in draft_rows._fields))
-        self.logits_input = LogitsInput(**own, fields=custom, drafts=drafts)
+        drafts = None if self._draft_rows is None else self._draft_rows(*(views[n] for n in self._draft_rows._fields))
+        return LogitsInput(**own, fields=custom, drafts=drafts)
+
+    def first(self, rows: int) -> LogitsInput:
+        """The input of so many rows; on a CPU they may be fewer than there are."""
+        if rows not in self._inputs:
+            self._inputs[rows] = self._input_of({name: view[:rows] for name, view in self._views.items()})
+        return self._inputs[rows]
 
     def fill(self, rows: Sequence[int] | np.ndarray, output: SchedulerOutput, store: RequestRows) -> None:
         samples: Sequence[int] = output.num_samples

@@ -1,10 +1,12 @@
 """SchedulerOutput -> StepInput and SamplingInput, in buffers of fixed size and address, padded to a bucket.
 
+On a CPU, where one graph serves all sizes, a step has its own size: nothing computes padding.
+
 What stays the same while a request runs (its row of the block table, its sampling parameters) is in ``RequestRows``
 and is written once. What changes with each step is written into a bucket's ``StepBuffers``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +29,7 @@ from compiled_llm.worker.draft_trees import tree_rows
 from compiled_llm.worker.field_buffers import Arrays, FieldBuffers, Fields
 from compiled_llm.worker.request_rows import RequestRows
 
+_MOST_KEPT = 64  # inputs of other sizes than the bucket's
 _MOST_TAKEN_BYTES = 1 << 18  # one program reads some 20 GB/s of the host's memory
 
 
@@ -96,11 +99,14 @@ class StepBuffers:
         windows: of the pool.
         tables: where the device has the block tables of all requests. None, as on a CPU: a step's own are filled in.
         uses_trees: whether torch records the CUDA graphs.
+        pads: whether a step computes all of the bucket, as a graph of its size does.
 
     Attributes:
-        step_input, sampling_input: views on the device at fixed addresses.
+        step_input, sampling_input: views on the device at fixed addresses; without padding, once ``fill`` was called,
+            unless ``pads``.
         feedback: ``[T]`` int32 on the device: for each token the logits row of the step before that samples it, or -1
             where ``input_ids`` has it.
+        num_tokens: that the step computes, padding among them.
     """
 
     def __init__(
@@ -111,6 +117,7 @@ class StepBuffers:
         windows: Sequence[int] = (),
         tables: BlockTables | None = None,
         uses_trees: bool = False,
+        pads: bool = True,
     ) -> None:
         self.bucket = bucket
         self.block_size = limits.block_size
@@ -129,21 +136,13 @@ class StepBuffers:
         fields = ({} if tables is None else self._fields_of_tables()) | self._fields(limits)
         self._tables, self._num_changed = tables, 0
         self._buffers = FieldBuffers(fields, device)
-        views = self._buffers.tensors
-        self._mark(views, StepSizes.of(limits, device, uses_trees))
-        if tables is not None:
-            names = ("block_table", *(name for _, name in self._window_fields))
-            views = dict(zip(names, tables.tensors, strict=True)) | views
-        self.step_input = StepInput(
-            **{name: views.get(name) for name in StepInput._fields if name not in ("windows", "plans", "states")},  # type: ignore[arg-type]
-            windows=tuple(
-                BlockTable(views[slots], views[table], views.get(seq_lens))
-                for (slots, table), (seq_lens, _) in zip(self._window_fields, self._stream_fields, strict=True)
-            ),
-            states=StateRows(*(views[name] for name in self._state_fields)) if self._state_fields else None,
-        )
-        self.sampling_input = SamplingInput(**{name: views[name] for name in SamplingInput._fields})
-        self.feedback = views["feedback"]
+        views, sizes = self._buffers.tensors, StepSizes.of(limits, device, uses_trees)
+        self._mark(views, sizes)
+        self._pads = pads
+        assert pads or sizes.tokens is not None, "code of one size"
+        self._all = bucket.num_tokens, bucket.num_requests, bucket.num_rows
+        self._inputs = {self._all: self._inputs_of(views if tables is None else views | self._tables_of(tables))}
+        self._take(*self._all)
         self._changed = None if tables is None else (views["changed_places"], views["changed_entries"])
         # By the id of a host buffer's arrays: the rows of the requests whose step it has, how many tokens of each, all
         # sampled at, and how many changes of block tables it has seen.
@@ -151,6 +150,36 @@ class StepBuffers:
         # And how many of its tokens, requests and logits rows are not padding.
         self._filled: dict[int, tuple[int, int, int]] = {}
         self.clear()
+
+    def _tables_of(self, tables: BlockTables) -> dict[str, Tensor]:
+        names = ("block_table", *(name for _, name in self._window_fields))
+        return dict(zip(names, tables.tensors, strict=True))
+
+    def _inputs_of(self, views: Mapping[str, Tensor]) -> tuple[StepInput, SamplingInput, Tensor]:
+        """``step_input``, ``sampling_input`` and ``feedback``."""
+        step_input = StepInput(
+            **{name: views.get(name) for name in StepInput._fields if name not in ("windows", "plans", "states")},  # type: ignore[arg-type]
+            windows=tuple(
+                BlockTable(views[slots], views[table], views.get(seq_lens))
+                for (slots, table), (seq_lens, _) in zip(self._window_fields, self._stream_fields, strict=True)
+            ),
+            states=StateRows(*(views[name] for name in self._state_fields)) if self._state_fields else None,
+        )
+        sampling_input = SamplingInput(**{name: views[name] for name in SamplingInput._fields})
+        return step_input, sampling_input, views["feedback"]
+
+    def _take(self, tokens: int, requests: int, rows: int) -> None:
+        """The inputs are those of so many tokens, requests and logits rows from now on; the others are left out."""
+        key = tokens, requests, rows
+        if key not in self._inputs:
+            if len(self._inputs) > _MOST_KEPT:
+                del self._inputs[next(sizes for sizes in self._inputs if sizes != self._all)]
+            counts = dict.fromkeys(self._token_fields, tokens) | dict.fromkeys(self._request_fields, requests)
+            counts["query_start_loc"] = requests + 1
+            views = {name: view[: counts.get(name, rows)] for name, view in self._buffers.tensors.items()}
+            self._inputs[key] = self._inputs_of(views)
+        self.step_input, self.sampling_input, self.feedback = self._inputs[key]
+        self.num_tokens = tokens
 
     def _fields(self, limits: EngineLimits) -> Fields:
         """Sizes and dtypes of all that a step on a CPU is given."""
@@ -185,25 +214,27 @@ class StepBuffers:
             "changed_entries": ((room,), torch.int32),
         }
 
+    @property
+    def _token_fields(self) -> tuple[str, ...]:
+        """Names of fields with an entry for each token."""
+        slots = (name for name, _ in self._window_fields)
+        return "input_ids", "positions", "slot_mapping", "feedback", "ancestors", *self._adapter_fields, *slots
+
+    @property
+    def _request_fields(self) -> tuple[str, ...]:
+        """Names of fields with an entry for each request."""
+        tables, lens = (name for _, name in self._table_fields), (name for name, _ in self._stream_fields)
+        return "seq_lens", "table_rows", *tables, *lens, *self._state_fields
+
     def _mark(self, views: dict[str, Tensor], sizes: StepSizes) -> None:
         """Tell the compiler which sizes are dynamic."""
-        others: dict[str, DynamicSize | None] = {
-            "query_start_loc": sizes.starts,
-            "seq_lens": sizes.requests,
-            "block_table": sizes.requests,
-            "table_rows": sizes.requests,
-            "logits_indices": sizes.rows,
-        }
-        of_tokens: dict[str, DynamicSize | None] = dict.fromkeys(
-            ("input_ids", "positions", "slot_mapping", "feedback", "ancestors", *self._adapter_fields), sizes.tokens
-        )
-        for slots, table in self._window_fields:
-            of_tokens[slots], others[table] = sizes.tokens, sizes.requests
-        others |= dict.fromkeys((*(name for name, _ in self._stream_fields), *self._state_fields), sizes.requests)
-        others |= dict.fromkeys(("header", "changed_places", "changed_entries"))  # no compiled code has them
+        of_fields: dict[str, DynamicSize | None] = dict.fromkeys(self._token_fields, sizes.tokens)
+        of_fields |= dict.fromkeys(self._request_fields, sizes.requests)
+        of_fields |= {"query_start_loc": sizes.starts, "logits_indices": sizes.rows}
+        of_fields |= dict.fromkeys(("header", "changed_places", "changed_entries"))  # no compiled code has them
         for name, view in views.items():
             is_table = name.startswith("block_table")
-            mark_sizes(view, (others | of_tokens).get(name, sizes.sampled), *([sizes.blocks] if is_table else []))
+            mark_sizes(view, of_fields.get(name, sizes.sampled), *([sizes.blocks] if is_table else []))
 
     @property
     def nbytes(self) -> int:
@@ -221,6 +252,7 @@ class StepBuffers:
             for name in self._state_fields:
                 fields[name][:] = 0
         self._buffers.copy()
+        self._take(*self._all)
 
     def fill(self, output: SchedulerOutput, rows: np.ndarray, store: RequestRows, slot: int = 0) -> int:
         """Write a step. ``rows`` [R] int64: those of its requests in ``store``. Returns the number of logits rows.
@@ -277,7 +309,10 @@ class StepBuffers:
         num_rows = self._fill_logits_rows(fields, output, store, rows, ends - 1, seq_lens)
         if self._has_trees:
             self._fill_trees(fields, output, ends - counts)
-        self._pad(fields, total, n, num_rows)
+        if self._pads:
+            self._pad(fields, total, n, num_rows)
+        else:
+            self._take(total, n, num_rows)
         self._copy()
         return num_rows
 

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.commands.tune.buckets import main
 from compiled_llm.tuning import buckets
+from compiled_llm.worker import compiled_steps
+from compiled_llm.worker.step_buffers import StepBuffers
 
 
 def trace_of(steps: list[dict], decode: list[int], tokens: list[int], **changes: Any) -> dict[str, Any]:
@@ -236,7 +238,9 @@ def test_traces_of_two_models_do_not_mix() -> None:
         buckets.tune(traces, 8, 1.0, False)
 
 
-def test_an_engine_with_the_proposal_has_the_padding_foretold(tmp_path: Path) -> None:
+def test_an_engine_with_the_proposal_has_the_padding_foretold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps here compute all of their bucket, as on a GPU."""
+    monkeypatch.setattr(compiled_steps, "StepBuffers", lambda *args: StepBuffers(*args[:-1], pads=True))
     requests = [[5] * length for length in (1, 9, 30, 4, 17, 2)]
     params = [SamplingParams(temperature=0, max_tokens=2 + 3 * n, ignore_eos=True) for n in range(len(requests))]
 

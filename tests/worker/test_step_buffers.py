@@ -68,6 +68,35 @@ def buffers() -> StepBuffers:
     return StepBuffers(Bucket("tokens", 8, 4), LIMITS, CPU)
 
 
+def test_without_padding_the_inputs_end_with_the_step(store: RequestRows) -> None:
+    padded, exact = (StepBuffers(Bucket("tokens", 8, 4), LIMITS, CPU, pads=pads) for pads in (True, False))
+    assert exact.step_input.input_ids.shape == (8,), "at first all is there, to compile on"
+    items = [Item("a", [1] * 3, 0, [3, 9], SamplingParams()), Item("b", [21, 22], 0, [5, 2], SamplingParams())]
+    for count in (2, 1, 2):
+        step = step_of(*items[:count])
+        rows = store.update(step)
+        assert padded.fill(step, rows, store) == exact.fill(step, rows, store) == count
+        tokens = step.num_tokens
+        assert (padded.num_tokens, exact.num_tokens) == (8, tokens)
+        sizes = {"query_start_loc": count + 1} | dict.fromkeys(("seq_lens", "block_table", "logits_indices"), count)
+        for name, own in exact.step_input._asdict().items():
+            if isinstance(own, torch.Tensor):
+                expected = getattr(padded.step_input, name)[: sizes.get(name, tokens)]
+                if name == "block_table":  # entries past a request's blocks are never read
+                    own, expected = own[:, :1], expected[:, :1]
+                assert torch.equal(own, expected), name
+        for name, own in exact.sampling_input._asdict().items():
+            assert torch.equal(own, getattr(padded.sampling_input, name)[:count]), name
+        assert torch.equal(exact.feedback, padded.feedback[:tokens])
+    first = exact.step_input
+    exact.clear()
+    assert exact.step_input.input_ids.shape == (8,)
+    assert (exact.step_input.seq_lens == 0).all()
+    step = step_of(*items)
+    exact.fill(step, store.update(step), store)
+    assert exact.step_input is first, "sizes that were met before"
+
+
 def test_fields_of_a_mixed_step_and_its_padding(store: RequestRows, buffers: StepBuffers) -> None:
     params = SamplingParams(temperature=0.5, top_k=7, top_p=0.9)
     store.update(step_of(Item("a", [1] * 5, 0, [3, 9], params, seed=-5)))
