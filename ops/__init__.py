@@ -63,6 +63,7 @@ from compiled_llm.ops.rowwise.rowwise import (
     soft_cap,
     sum_of_norms,
     table_rows,
+    write_slots,
 )
 from compiled_llm.ops.sampling.rank_sampling import sample_tokens_of_ranks
 from compiled_llm.ops.sampling.token_sampling import greedy_tokens, keep_greedy_tokens, sample_tokens
@@ -81,5 +82,5 @@ __all__ = [
     "rotary_latent_attention", "rotary_latent_decode_attention", "route", "routed_linear", "routed_rows",
     "sample_tokens", "sample_tokens_of_ranks", "scaled_sum", "short_convolution", "sigmoid_gated", "slots_of_rows",
     "soft_cap", "sum_of_norms", "summed_quantized_experts", "table_rows", "unpack_rows", "weighted_sum",
-    "weighted_sum_added",
+    "weighted_sum_added", "write_slots",
 ]  # fmt: skip

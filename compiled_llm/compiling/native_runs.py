@@ -33,7 +33,7 @@ def native_runs(source: str) -> NativeRuns | None:
     several = {
         one.targets[0].id  # type: ignore[attr-defined]
         for one in function.body
-        if _is_call(one) and _num_results(one.value) > 1  # type: ignore[attr-defined]
+        if _is_call(one) and (_num_results(one.value) or 0) > 1  # type: ignore[attr-defined]
     }
     arguments = {argument.arg for argument in function.args.args}
     used_later: set[str] = set()
@@ -78,10 +78,10 @@ def _is_call(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call)
 
 
-def _num_results(call: ast.Call) -> int:
-    """Of an op that a native program can call; 0: of another function."""
+def _num_results(call: ast.Call) -> int | None:
+    """Of an op that a native program can call; None: of another function."""
     if not ast.unparse(call.func).startswith(_OPS) or _arguments(call) is None:
-        return 0
+        return None
     return len(getattr(torch.ops.compiled_llm, _op_of(call)).default._schema.returns)
 
 
@@ -94,7 +94,7 @@ def _is_native(statement: ast.stmt, several: set[str]) -> bool:
         return isinstance(value.value, ast.Name) and value.value.id in several
     if not isinstance(value, ast.Call):
         return False
-    return ast.unparse(value.func) == _VIEW or _num_results(value) > 0
+    return ast.unparse(value.func) == _VIEW or _num_results(value) is not None
 
 
 def _arguments(call: ast.Call) -> list[tuple[str, ast.expr]] | None:
@@ -168,6 +168,7 @@ class _Run:
             return Step(VIEW, arguments, (self._new(name),), ())
         op = _op_of(call)
         count = _num_results(call)
+        assert count is not None
         if count == 1:
             return Step(op, arguments, (self._new(name),), ())
         picked = {

@@ -20,6 +20,7 @@ from compiled_llm.models.draft_heads.medusa import MedusaConfig
 from compiled_llm.models.inputs import HiddenCache, KVCache, StepInput
 from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.registry import layers_of
+from compiled_llm.ops import write_slots
 from compiled_llm.step.drafting import (
     NO_DRAFT,
     SINK_SLOT,
@@ -29,7 +30,6 @@ from compiled_llm.step.drafting import (
     slots_of,
     step_of,
 )
-from compiled_llm.step.kv_cache import write_rows
 from compiled_llm.step.rank_logits import Sampler, drafted, with_own_logits
 from compiled_llm.step.sampling import sample
 from compiled_llm.step.step import with_own_tables
@@ -41,7 +41,7 @@ def head_features_function(model_config: ModelConfig) -> Any:
 
     def draft_features(weights: Any, slot_mapping: Tensor, hidden: Tensor, kv_cache: KVCache) -> None:
         rows = made_of(weights, hidden.narrow(0, 0, slot_mapping.shape[0]), model_config)
-        write_rows(kv_cache[-1].features, slot_mapping, rows)
+        write_slots(kv_cache[-1].features, slot_mapping, rows)
 
     return draft_features
 

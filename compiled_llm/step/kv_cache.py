@@ -169,12 +169,6 @@ def allocate_features(
     return kind(_zeros(device, shape, dtype, _NUM_BLOCKS))
 
 
-def write_rows(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Write ``rows`` [T, *] to the ``slots`` [T] int32 of ``cache`` [B, S, *]."""
-    size = cache.shape[1]
-    cache.index_put_((slots // size, slots % size), rows)
-
-
 def _zeros(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, size: DynamicSize) -> Tensor:
     tensor = native.zeros_on(device, shape, dtype)
     # Unguarded: another cache at another address is no reason to compile, only to record CUDA graphs again.

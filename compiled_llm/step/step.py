@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.draft_heads.taps import Taps
+from compiled_llm.models.draft_heads.taps import KeptTaps, Taps
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import for_queries, make_plans, with_plans, with_window_tables
 from compiled_llm.models.linears.adapted import with_slots, with_slots_of_head
@@ -19,7 +19,6 @@ from compiled_llm.models.linears.vocabulary import OwnLogits, shared_head
 from compiled_llm.models.registry import family_of, layers_of
 from compiled_llm.models.stages import is_first, is_last, with_stream
 from compiled_llm.ops import keep_greedy_tokens, keep_rows
-from compiled_llm.step.kv_cache import write_rows
 from compiled_llm.step.logits import LogitsInput, due_rows, process_logits
 from compiled_llm.step.logits_transforms import LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows, logprob_rows
@@ -68,7 +67,8 @@ def step_function(
         if own.adapter_slots is not None:
             of_head = with_slots_of_head(weights, own.adapter_slots, step_input.logits_indices)
             weights = with_slots(weights, own.adapter_slots)
-        read = Taps(taps)
+        kept = feedback.kept
+        read = Taps(taps) if kept is None else KeptTaps(taps, kept, step_input.slot_mapping)
         tapped = read.on(weights) if taps else weights
         if not begins:
             tapped = with_stream(tapped, feedback.hidden.narrow(0, 0, step_input.input_ids.shape[0]))
@@ -77,13 +77,13 @@ def step_function(
         else:
             plans = make_plans(planned, step_input, kv_cache, feedback.hidden.element_size())
             hidden = forward(tapped, own._replace(plans=plans), kv_cache, model_config, planned)
-        if feedback.kept is not None:
-            write_rows(feedback.kept, step_input.slot_mapping, read.taken(hidden))
-        elif feedback.taken is not None:
+        if feedback.taken is not None:
             feedback.taken.narrow(0, 0, hidden.shape[0]).copy_(read.taken(hidden))
         if not ends:
             return hidden
         rows = keep_rows(hidden, step_input.logits_indices, feedback.hidden)
+        if isinstance(read, KeptTaps):  # here, as the ops of the head follow, and torch's code came before
+            read.keep_last(feedback.hidden.narrow(0, 0, hidden.shape[0]))
         shared = shared_head(of_head)
         if shared is not None:
             of_head = of_head._replace(head=OwnLogits(shared))

@@ -206,8 +206,8 @@ def _is_plain(output: SchedulerOutput, block_size: int) -> bool:
 
 def _follows(last: SchedulerOutput, output: SchedulerOutput) -> bool:
     """Whether ``output`` computes the next token of each request of ``last``; both compute one of each."""
-    starts = zip(last.num_computed_tokens, output.num_computed_tokens, strict=False)
-    return last.request_ids == output.request_ids and all(start + 1 == following for start, following in starts)
+    following = [start + 1 for start in last.num_computed_tokens]
+    return last.request_ids == output.request_ids and following == list(output.num_computed_tokens)
 
 
 def _token_ids(output: SchedulerOutput, sampled: Sequence[int]) -> Sequence[int]:

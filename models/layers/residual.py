@@ -11,6 +11,7 @@ that the next norm computes. On a GPU a product of few rows takes in the sum beh
 the norm before it, too (``linears/fused.py``). Both devices round at the same places.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -33,10 +34,10 @@ Norm = Tensor | LayerNorm  # a Tensor [D] is the weight of an RMS norm
 
 
 class TappedNorm(NamedTuple):
-    """A norm whose input is noted in ``taken`` while a step is traced (``draft_heads/taps.py``)."""
+    """A norm whose input ``note`` gets while a step is traced (``draft_heads/taps.py``)."""
 
     norm: "Norm | FetchingNorm"
-    taken: list[Tensor]
+    note: Callable[[Tensor], None]
 
 
 class GivenNorm(NamedTuple):
@@ -148,9 +149,9 @@ class Residual:
         if isinstance(norm, GivenNorm):
             self.settle(norm.stream)
             norm = norm.norm
-        taken = None
+        note = None
         if isinstance(norm, TappedNorm):
-            taken, norm = norm.taken, norm.norm
+            note, norm = norm.note, norm.norm
         if isinstance(norm, FetchingNorm):
             latest = self.x if self._delta is None else self._delta
             for host, buffer in norm.begun:
@@ -158,7 +159,7 @@ class Residual:
             for buffer in norm.awaited:
                 ops.await_fetched(latest, buffer)
             norm = norm.norm
-        return Normed(self, norm, taken)
+        return Normed(self, norm, note)
 
     def tensor(self) -> Tensor:
         """The sum, ``[T, D]``: computed now, if something is still to be added."""
@@ -174,11 +175,11 @@ class Residual:
 class Normed:
     """The norm of a residual stream, computed by what reads it. It is read once.
 
-    ``taken``: where to note the sum, which is often computed together with its norm.
+    ``note`` gets the sum, which is often computed together with its norm.
     """
 
-    def __init__(self, residual: Residual, norm: Norm | None, taken: list[Tensor] | None = None) -> None:
-        self.residual, self.norm, self._taken = residual, norm, taken
+    def __init__(self, residual: Residual, norm: Norm | None, note: Callable[[Tensor], None] | None = None) -> None:
+        self.residual, self.norm, self._noted_by = residual, norm, note
 
     @property
     def eps(self) -> float:
@@ -191,8 +192,8 @@ class Normed:
         return y
 
     def _note(self) -> None:
-        if self._taken is not None:
-            self._taken.append(self.residual.x)
+        if self._noted_by is not None:
+            self._noted_by(self.residual.x)
 
     def _computed(self) -> Tensor:
         of, norm = self.residual, self.norm

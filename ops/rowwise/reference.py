@@ -119,6 +119,12 @@ def keep_rows_reference(x: Tensor, indices: Tensor, kept: Tensor) -> Tensor:
     return torch.index_select(x, 0, indices)
 
 
+def write_slots_reference(cache: Tensor, slots: Tensor, x: Tensor, column: int) -> None:
+    """The op in plain torch; what a GPU computes, compiled."""
+    size = cache.shape[1]
+    cache.narrow(2, column, x.shape[1]).index_put_((slots // size, slots % size), x)
+
+
 def table_rows_reference(table: Tensor, indices: Tensor) -> Tensor:
     """The op in plain torch."""
     return torch.index_select(table, 0, indices)

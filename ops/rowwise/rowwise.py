@@ -204,6 +204,26 @@ def keep_rows(x: Tensor, indices: Tensor, kept: Tensor) -> Tensor:
     return reference.keep_rows_reference(x, indices, kept)
 
 
+def write_slots(cache: Tensor, slots: Tensor, x: Tensor, column: int = 0) -> None:
+    """Write the rows of ``x`` to their slots of ``cache``, from ``column`` on.
+
+    On a CPU that is an op, which runs in one list with those of layers; for a GPU it is compiled.
+
+    Args:
+        cache: ``[B, S, C]`` contiguous: B blocks of S slots.
+        slots: ``[T]`` int32, each from 0 to ``B * S - 1``.
+        x: ``[T, D]``, dtype of ``cache``; ``column + D`` is at most C.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype or layout.
+        IndexError: a slot that there is not.
+    """
+    if cache.is_cuda:
+        reference.write_slots_reference(cache, slots, x, column)
+    else:
+        _OPS.write_slots(cache, slots, x, column)
+
+
 def table_rows(table: Tensor, indices: Tensor) -> Tensor:
     """Rows of a table, as ``F.embedding``, for layers that all read them: on a GPU they are written once.
 
@@ -291,6 +311,12 @@ for _schema, _fake in (_ON_ALL_DEVICES | _ON_GPUS).items():
         cpu="rowwise_cpu" if _schema in _ON_ALL_DEVICES else None,
         gpu=on_gpu(f"rowwise.triton_rowwise:{_name}"),
     )
+define_op(
+    "write_slots(Tensor(a!) cache, Tensor slots, Tensor x, int column) -> ()",
+    reference=reference.write_slots_reference,
+    fake=lambda cache, slots, x, column: None,
+    cpu="rowwise_cpu",
+)
 define_op(
     "log_sum_exp_of_ranks(Tensor own, Tensor place, Tensor(a!) memory, int vocab_size) -> (Tensor, Tensor)",
     reference=_log_sum_exp_of_ranks_reference,

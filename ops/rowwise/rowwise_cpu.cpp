@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -308,6 +309,27 @@ std::tuple<Tensor, Tensor> log_sum_exp_of_ranks(const Tensor& own, const Tensor&
   return {std::move(peak), std::move(log_total)};
 }
 
+// Rows of x, [T, D], go to their slots of a cache, [B, S, C], from a column on.
+std::tuple<> write_slots(const Tensor& cache, const Tensor& slots, const Tensor& x, int64_t column) {
+  constexpr auto* op = "write_slots";
+  const Rows from = rows_of(x, op, "x");
+  const int64_t rows = x.size(0), size = x.size(1);
+  CHECK_VALUE(cache.dim() == 3 && cache.is_contiguous() && cache.is_cpu() && cache.dtype() == x.dtype() && column >= 0 &&
+                  column + size <= cache.size(2),
+              op, ": cache must be a contiguous [blocks, slots, ", column + size, "] or wider of ", x.dtype(),
+              " on the CPU, got ", cache.sizes(), " of ", cache.dtype(), " on ", cache.place(), " and column ", column);
+  CHECK_VALUE(slots.dim() == 1 && slots.size(0) == rows && slots.dtype() == kInt && slots.is_contiguous() && slots.is_cpu(),
+              op, ": slots must be a contiguous [", rows, "] of int32 on the CPU, got ", slots.sizes(), " of ",
+              slots.dtype(), " on ", slots.place());
+  const auto* slot = slots.data<int32_t>();
+  const int64_t count = cache.size(0) * cache.size(1), bytes = bytes_of(x.dtype());
+  for (int64_t row = 0; row < rows; ++row)
+    CHECK_INDEX(slot[row] >= 0 && slot[row] < count, op, ": slots[", row, "] is ", slot[row], ", and the cache has ", count);
+  const Rows to = {cache.data<char>() + column * bytes, cache.size(2) * bytes};
+  for_rows(rows, size, [&](int64_t row) { std::memcpy(to[slot[row]], from[row], size * bytes); });
+  return {};
+}
+
 const std::vector<Op> ops = {
     {"rms_norm", Boxed<rms_norm>::call, Boxed<rms_norm>::direct},
     {"add_rms_norm", Boxed<add_rms_norm>::call, Boxed<add_rms_norm>::direct},
@@ -321,6 +343,7 @@ const std::vector<Op> ops = {
     {"soft_cap", Boxed<soft_cap>::call, Boxed<soft_cap>::direct},
     {"scaled_sum", Boxed<scaled_sum>::call, Boxed<scaled_sum>::direct},
     {"sigmoid_gated", Boxed<sigmoid_gated>::call, Boxed<sigmoid_gated>::direct},
+    {"write_slots", Boxed<write_slots>::call, Boxed<write_slots>::direct},
     {"log_sum_exp", Boxed<log_sum_exp>::call, Boxed<log_sum_exp>::direct},
     {"log_sum_exp_of_ranks", Boxed<log_sum_exp_of_ranks>::call, Boxed<log_sum_exp_of_ranks>::direct},
     {"route", Boxed<route>::call, Boxed<route>::direct},

@@ -520,9 +520,9 @@ _PLANTED = """
         features are not kept while nothing is drafted
             HeadStage.run: self._functions[self._features_name(bucket)](*self._feature_arguments(bucket)) =>
                 output.drafts_next and self._functions[self._features_name(bucket)](*self._feature_arguments(bucket))
-    models.layers.residual, HEADS
-        inputs of layers that a head reads come in another order
-            Normed._note: self._taken.append(self.residual.x) => self._taken.insert(0, self.residual.x)
+    models.draft_heads.taps, HEADS
+        inputs of layers that a head reads are written over each other
+            KeptTaps._note: self._num_columns += x.shape[1] => self._num_columns = 0
     worker.draft_coverage, NETWORKS
         a prefix that the drafter lacks is taken for computed
             DraftCoverage.num_covered: np.where(lacks.any(1), found, starts) => starts

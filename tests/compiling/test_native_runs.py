@@ -41,6 +41,24 @@ def test_a_run_takes_the_place_of_its_statements() -> None:
     assert unpacked(packed(found.runs)) == found.runs
 
 
+def test_an_op_without_results_is_part_of_a_run() -> None:
+    source = """
+def call(a0, a1, a2, a3):
+    b0 = torch.ops.compiled_llm.rms_norm.default(a0, a1, 1e-06)
+    b1 = torch.ops.compiled_llm.write_slots.default(a2, a3, b0, 8)
+    del b1, a2, a3
+    b2 = torch.ops.compiled_llm.rms_norm.default(b0, a1, 1e-06)
+    return (b2, )
+"""
+    found = native_runs(source)
+    assert found is not None
+    assert "run_0([a0, a1, a2, a3], [], ())" in found.source
+    steps = found.runs["run_0"].steps
+    written = Step("write_slots", (("Tensor", 2), ("Tensor", 3), ("Tensor", 4), ("int", 8)), (), (2, 3))
+    assert steps[1] == written
+    assert [step.op for step in steps] == ["rms_norm", "write_slots", "rms_norm"]
+
+
 def test_one_call_alone_and_ops_without_kernels_stay() -> None:
     """As ops of a kind that a program cannot call do, and results that they have."""
     one = "def call(a0, a1):\n    b0 = torch.ops.compiled_llm.rms_norm.default(a0, a1, 1e-06)\n    return (b0, )\n"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compiled_llm.checkpoint import loader
 from compiled_llm.models.config_file import read_config
-from compiled_llm.models.draft_heads.taps import Taps, check_taps
+from compiled_llm.models.draft_heads.taps import KeptTaps, Taps, check_taps
 from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.layers.residual import Residual
 from compiled_llm.models.registry import family_of
@@ -48,6 +48,10 @@ def test_they_are_the_inputs_of_layers_and_change_nothing(name: str) -> None:
         hidden = model.forward(taps.on(weights), step, empty_cache(config), config, specs)
         taken = taps.taken(hidden).chunk(len(layers), 1)
         expected = inputs_of_layers(name, prompt)
+        cache, slots = hidden.new_zeros(4, 5, len(layers) * hidden.shape[1]), torch.arange(18, 5, -1, dtype=torch.int32)
+        kept = KeptTaps(layers, cache, slots)
+        kept.keep_last(model.forward(kept.on(weights), step, empty_cache(config), config, specs))
+    assert torch.equal(cache.flatten(0, 1)[slots], torch.cat(taken, 1))
     assert torch.equal(plain, hidden)
     for number, (one, wanted) in enumerate(zip(taken, expected, strict=False)):
         torch.testing.assert_close(one, wanted, atol=2e-4, rtol=1e-3, msg=lambda text, n=number: f"layer {n}: {text}")

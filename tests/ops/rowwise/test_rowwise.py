@@ -99,6 +99,41 @@ def test_a_cpu_has_an_op_for_each_part_of_what_a_gpu_has_at_once() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_go_to_their_slots_of_a_cache(dtype: torch.dtype) -> None:
+    """Several hundred, which threads share, from a column on; nothing else of the cache is touched."""
+    x, slots = numbers(600, 96, dtype)[:, 16:80], (7 * torch.arange(600, dtype=torch.int32)) % 640
+    written, expected = numbers(160, 400, dtype).view(160, 4, 100), numbers(160, 400, dtype).view(160, 4, 100)
+    rowwise.write_slots(written, slots, x, 24)
+    expected.view(640, 100)[slots.long(), 24:88] = x
+    assert torch.equal(written, expected)
+    reference.write_slots_reference(expected, slots.flip(0), x, 0)
+    rowwise.write_slots(written, slots.flip(0), x)
+    assert torch.equal(written, expected)
+    op = torch.ops.compiled_llm.write_slots
+    torch.library.opcheck(op, (written, slots, x, 24), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        (lambda c, s, x: (c, s + 1, x, 0), IndexError, r"slots\[2\] is 12, and the cache has 12"),
+        (lambda c, s, x: (c, s - 1, x, 0), IndexError, r"slots\[1\] is -1"),
+        (lambda c, s, x: (c, s, x, 3), ValueError, r"\[blocks, slots, 11\] or wider .* column 3"),
+        (lambda c, s, x: (c, s, x, -1), ValueError, "column -1"),
+        (lambda c, s, x: (c, s, x.half(), 0), ValueError, "of float16 on the CPU, got .* of float32"),
+        (lambda c, s, x: (c.mT.contiguous().mT, s, x, 0), ValueError, "cache must be a contiguous"),
+        (lambda c, s, x: (c, s.long(), x, 0), ValueError, r"slots must be a contiguous \[3\] of int32"),
+        (lambda c, s, x: (c, s[:2], x, 0), ValueError, r"slots must be a contiguous \[3\]"),
+    ],
+)
+def test_slots_that_there_are_not_are_refused(change: Callable, error: type[Exception], said: str) -> None:
+    cache, slots, x = torch.zeros(3, 4, 10), torch.tensor([5, 0, 11], dtype=torch.int32), torch.ones(3, 8)
+    with pytest.raises(error, match=said):
+        torch.ops.compiled_llm.write_slots(*change(cache, slots, x))
+    assert not cache.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norms_are_rounded_as_in_transformers(dtype: torch.dtype) -> None:
     x, own = numbers(5, 48, dtype, 3.0), numbers(1, 48, dtype)[0]
     for theirs, ours in ((LlamaRMSNorm(48, eps=1e-5), own), (Gemma2RMSNorm(48, eps=1e-5), 1 + own.float())):
