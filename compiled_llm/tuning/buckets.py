@@ -1,8 +1,8 @@
 """Buckets for the work of earlier runs: the sizes with which the same steps would take the least time.
 
 A step takes the time of its bucket, padding included. On a GPU each bucket is compiled, and recorded at every start. On
-a CPU one graph serves all, and nothing computes padding: there is nothing to tune. The proposal is the set of buckets, at most so
-many of each kind, with the least
+a CPU one graph serves all, and nothing computes padding: there is nothing to tune. The proposal is the set of buckets,
+at most so many of each kind, with the least
 
     runs_per_start x (the sum of all steps' times) + (the sum of compile seconds),
 
