@@ -139,11 +139,13 @@ class OpTrace(TorchDispatchMode):
         start, count = sum(output.num_scheduled_tokens[:index]), output.num_scheduled_tokens[index]
         first = output.num_computed_tokens[index]
         # Number of rows of a tensor -> where this request is in it, and the positions of these rows.
-        self._of_tokens = {bucket.num_tokens: (slice(start, start + count), range(first, first + count))}
-        self._of_rows = {bucket.num_rows: (slice(index, index + 1), range(first + count - 1, first + count))}
+        step_input = self._steps.buffers[bucket].step_input
+        num_tokens, num_rows = len(step_input.input_ids), len(step_input.logits_indices)
+        self._of_tokens = {num_tokens: (slice(start, start + count), range(first, first + count))}
+        self._of_rows = {num_rows: (slice(index, index + 1), range(first + count - 1, first + count))}
         self._calls: Counter[tuple[str, str]] = Counter()
         self._where, self._in_head = "inputs", False
-        self._logits_indices = self._steps.buffers[bucket].step_input.logits_indices.data_ptr()
+        self._logits_indices = step_input.logits_indices.data_ptr()
         self._step = {position: Digests() for position in range(first, first + count)}
         with self:
             logits = run()

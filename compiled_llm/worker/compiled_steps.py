@@ -107,7 +107,9 @@ class CompiledSteps:
         self.buckets = buckets_of(limits)
         self.tables = BlockTables(limits, device, len(self._windows)) if device.type == "cuda" else None
         self.uses_trees = device.type == "cuda" and graph_pool is None and not config.enforce_eager
-        pads = device.type != "cpu" or graph_pool is not None  # a recorded graph has one size
+        # A recorded graph has one size, and features are kept of all tokens of a bucket.
+        has_features = drafter is not None and bool(drafter[1]) and isinstance(drafter[1][-1], FeatureCache)
+        pads = device.type != "cpu" or graph_pool is not None or has_features
         self.buffers = {
             bucket: StepBuffers(bucket, limits, device, self._windows, self.tables, self.uses_trees, pads)
             for bucket in self.buckets

@@ -105,7 +105,7 @@ class Stage:
     def _between(self, output: SchedulerOutput, bucket: Bucket, run: Callable[[], Tensor]) -> Tensor:
         """Run the stage's layers between the stages before and after."""
         if self._receives is not None:
-            self._receive(bucket)
+            self._receive(self._runner.steps.buffers[bucket].num_tokens)
         began = time.perf_counter()
         result = run()
         if self._sends is not None:  # the last stage samples first, and rests then
@@ -117,7 +117,8 @@ class Stage:
             self._say(len(result))
         return result
 
-    def _receive(self, bucket: Bucket) -> None:
+    def _receive(self, expected: int) -> None:
+        """Take the stream of so many tokens."""
         assert self._receives is not None
         pipe, slots = self._receives
         began, number, num_tokens = time.perf_counter(), -1, 0
@@ -126,7 +127,7 @@ class Stage:
         self._waited = time.perf_counter() - began
         if not num_tokens:
             raise SkippedError("the stage before has failed")
-        assert (number, num_tokens) == (self._number, bucket.num_tokens), "stages run different steps"
+        assert (number, num_tokens) == (self._number, expected), "stages run different steps"
         self._runner.steps.hidden[:num_tokens] = slots[number % self._num_slots, :num_tokens]
 
     def _say(self, num_tokens: int) -> None:

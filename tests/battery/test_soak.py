@@ -9,6 +9,8 @@ import psutil
 import pytest
 
 from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
+from compiled_llm.compiling import argument_specs
+from compiled_llm.worker import step_buffers
 from tests.battery.reference import model_directory
 
 MOST_UNFINISHED = 32
@@ -119,7 +121,10 @@ def test_nothing_is_left_of_any_request(
     enforce_eager: bool,
     async_scheduling: bool,
     battery_counts: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(step_buffers, "_MOST_KEPT", 1)  # of sizes of steps; more would come for long
+    monkeypatch.setattr(argument_specs, "_MOST_SEEN", 2)
     num_parts = 10 if num_requests == 20_000 else 4  # after each, nothing is unfinished, and memory is measured
     # 16 blocks, or a slot for one state: fewer than are preempted at times, so that others are computed again.
     swap_space_bytes = 16 * 4 * 2**10 if model == "demo" else 12 * 2**10

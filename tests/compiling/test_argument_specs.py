@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled_llm.compiling import argument_specs
 from compiled_llm.compiling.argument_specs import ArgumentCheck, examples_of, spec_of, specs_of
 from compiled_llm.ops.torch_private import DynamicSize, mark_dynamic_size
 
@@ -134,6 +135,30 @@ def test_arguments_that_come_again_are_bound() -> None:
     assert check.difference(args) is not None
     check.forget()
     assert check.last is None
+
+
+def test_long_calls_are_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(argument_specs, "_LONG", 0)
+    args = arguments()
+    check, function = ArgumentCheck(args), _Binds(args[0].first)
+    for number in range(4):
+        if number == 2:
+            monkeypatch.setattr(argument_specs, "_LONG", 60)  # the next one is short, and the one after it bound
+        assert check.difference(args) is None
+        assert check.last is not None
+        check.last.call(function)
+    assert function.calls == ["plain", "plain", "plain", "bind"]
+
+
+def test_arguments_of_some_sizes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(argument_specs, "_MOST_SEEN", 2)
+    given = {size: (dynamic(size),) for size in (2, 3, 4)}
+    check, seen = ArgumentCheck(given[3]), dict[int, list[Any]]()
+    for size in (2, 3, 4, 3, 2):
+        assert check.difference(given[size]) is None
+        seen.setdefault(size, []).append(check.last)
+    assert seen[3][0] is seen[3][1]
+    assert seen[2][0] is not seen[2][1]
 
 
 def test_what_cannot_be_bound_is_called() -> None:

@@ -93,4 +93,4 @@ def test_share_of_the_limit_and_state_of_compiling(
     assert (after["compiled_llm:graphs"], after["compiled_llm:graphs_pending"]) == (4, 2)
     assert 0 < after["compiled_llm:limit_seconds_total"] < after["compiled_llm:device_seconds_total"]
     assert after["compiled_llm:computed_tokens_total"] > before["compiled_llm:computed_tokens_total"]
-    assert after["compiled_llm:padding_tokens_total"] > 0
+    assert after["compiled_llm:padding_tokens_total"] == 0, "a CPU computes none"

@@ -11,6 +11,7 @@ from compiled_llm.models.weights import tensors
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
 from compiled_llm.scheduling.bucket import Bucket, buckets_of, choose_bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput, StartedRequest, StateOutput, WindowOutput
+from compiled_llm.worker import step_buffers
 from compiled_llm.worker.block_tables import BlockTables
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.step_buffers import StepBuffers
@@ -72,8 +73,8 @@ def test_without_padding_the_inputs_end_with_the_step(store: RequestRows) -> Non
     padded, exact = (StepBuffers(Bucket("tokens", 8, 4), LIMITS, CPU, pads=pads) for pads in (True, False))
     assert exact.step_input.input_ids.shape == (8,), "at first all is there, to compile on"
     items = [Item("a", [1] * 3, 0, [3, 9], SamplingParams()), Item("b", [21, 22], 0, [5, 2], SamplingParams())]
-    for count in (2, 1, 2):
-        step = step_of(*items[:count])
+    for before, count in ((0, 2), (2, 1), (1, 2)):
+        step = step_of(*items[:count], released=("a", "b")[:before])
         rows = store.update(step)
         assert padded.fill(step, rows, store) == exact.fill(step, rows, store) == count
         tokens = step.num_tokens
@@ -92,9 +93,22 @@ def test_without_padding_the_inputs_end_with_the_step(store: RequestRows) -> Non
     exact.clear()
     assert exact.step_input.input_ids.shape == (8,)
     assert (exact.step_input.seq_lens == 0).all()
-    step = step_of(*items)
+    step = step_of(*items, released=("a", "b"))
     exact.fill(step, store.update(step), store)
     assert exact.step_input is first, "sizes that were met before"
+
+
+def test_inputs_are_kept_of_some_sizes(store: RequestRows, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_buffers, "_MOST_KEPT", 2)
+    buffers, released, seen = StepBuffers(Bucket("tokens", 8, 4), LIMITS, CPU, pads=False), (), []
+    for count in (1, 2, 3, 1, 3):
+        step = step_of(Item("a", [1] * count, 0, [3, 9], SamplingParams()), released=released)
+        buffers.fill(step, store.update(step), store)
+        released = ("a",)
+        seen.append(buffers.step_input)
+        assert len(buffers.step_input.input_ids) == count
+    assert seen[4] is seen[2]
+    assert seen[3] is not seen[0]
 
 
 def test_fields_of_a_mixed_step_and_its_padding(store: RequestRows, buffers: StepBuffers) -> None:
