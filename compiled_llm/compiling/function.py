@@ -189,6 +189,11 @@ class CompiledFunction:
             self._captured.drop()
             self._report = dataclasses.replace(self._report, cuda_graph_bytes=0)
 
+    def forget(self) -> None:
+        """Keep none of the arguments of earlier calls."""
+        if self._check is not None:
+            self._check.forget()
+
     def record_again(self, make_args: Callable[[], tuple]) -> None:
         """Record the CUDA graph again without compiling; nothing to do on a CPU.
 
@@ -197,15 +202,13 @@ class CompiledFunction:
         captured by hand reads what the one before it returned.
         """
         if self._captured is None and self.device.type != "cuda":
-            if self._check is not None:
-                self._check.forget()  # tensors that are exchanged can go
+            self.forget()  # tensors that are exchanged can go
             return
         assert self._report is not None, f"{self.name} was not warmed up"
         used = _used_bytes(self.device)
         started = time.perf_counter()
         self._call_until_recorded(self._call_guarded, make_args)
-        if self._check is not None:
-            self._check.forget()  # the graph keeps what it needs
+        self.forget()  # the graph keeps what it needs
         taken = _used_bytes(self.device) - used
         self._report = dataclasses.replace(
             self._report,

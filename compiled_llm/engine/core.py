@@ -349,7 +349,7 @@ def _make_scheduler(config: EngineConfig, facts: WorkerFacts, drafter: DraftSour
         preemption_mode=config.preemption_mode,
         policy=config.scheduling_policy,
         target_itl_ms=config.target_itl_ms,
-        costs=StepCosts(dict(facts.bucket_seconds), facts.swap_seconds),
+        costs=StepCosts(dict(facts.bucket_seconds), facts.swap_seconds, pads=facts.device_type != "cpu"),
         drafter=drafter,
         decode_seconds=facts.decode_seconds,
         sampling_seconds=facts.sampling_seconds,

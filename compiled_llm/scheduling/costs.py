@@ -23,20 +23,26 @@ class StepCosts:
     Attributes:
         bucket_seconds: of a step in each token bucket that was measured, by its size in tokens; moving averages.
         swap_seconds: of copying one block from the device to the host, or back. 0: not measured.
+        pads: whether a step takes the time of its whole bucket, however many tokens it has.
     """
 
     bucket_seconds: dict[int, float] = dataclasses.field(default_factory=dict)
     swap_seconds: float = 0.0
+    pads: bool = True
 
     def __post_init__(self) -> None:
         self._least_seconds = dict(self.bucket_seconds)
 
-    def record_step(self, num_tokens: int, seconds: float) -> None:
-        """A step in the token bucket of ``num_tokens`` took ``seconds``.
+    def record_step(self, num_tokens: int, seconds: float, num_computed: int | None = None) -> None:
+        """A step in the token bucket of ``num_tokens`` took ``seconds``. ``num_computed``: its own; None: all of these.
 
         A step of twice the tokens takes twice as long at most. Averages of other buckets that contradict this one are
         of another time, such as that before steps were compiled: they are moved as far as it says.
         """
+        if not self.pads and num_computed is not None:
+            if 2 * num_computed < num_tokens:
+                return  # that says little of a full one
+            seconds *= num_tokens / num_computed  # a full one takes so long at most
         most = min((num_tokens / size * known for size, known in self.bucket_seconds.items() if size < num_tokens),
                    default=math.inf)  # fmt: skip
         average = moved(self.bucket_seconds.get(num_tokens, min(seconds, most)), seconds)

@@ -240,7 +240,7 @@ class Scheduler:
         requests, sampled = self.in_flight.popleft(), result.sampled_token_ids
         self.paths.clear()
         if result.bucket.kind == "tokens":
-            self.costs.record_step(result.bucket.num_tokens, result.seconds)
+            self.costs.record_step(result.bucket.num_tokens, result.seconds, output.num_tokens)
         if self.tiers is not None:
             is_full = result.bucket.kind == "tokens" and 2 * output.num_tokens >= result.bucket.num_tokens
             num_states = len(output.states.swapped_out) + len(output.states.swapped_in)

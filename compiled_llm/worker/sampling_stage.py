@@ -330,7 +330,10 @@ class SamplingStage:
 
         def run(kind: str) -> LogprobRows | None:
             arguments = self._arguments(kind, bucket.num_rows, logits_for(kind), sampling_input)
-            return self._functions[self._name(kind, bucket.num_rows)](*arguments)
+            function = self._functions[self._name(kind, bucket.num_rows)]
+            result = function(*arguments)
+            function.forget()  # each step has other logits: those of all numbers of rows would be kept for nothing
+            return result
 
         if needs.changed_logits or needs.sampling:
             run("sample_changed" if needs.changed_logits else "sample")

@@ -41,9 +41,12 @@ class Taps:
         """All side by side, ``[T, taps * D]``. ``hidden`` ``[T, D]``: what the last layer gave; all without taps."""
         if not self._layers:
             return hidden
-        found, wanted = len(self._taken), (self._num_noted, len(self._layers))
-        assert found in wanted, f"a norm notes its input once, when it is read: {found} of {self._layers} are noted"
+        self._check(len(self._taken))
         return torch.cat([*self._taken, hidden][: len(self._layers)], 1)
+
+    def _check(self, found: int) -> None:
+        wanted = self._num_noted, len(self._layers)
+        assert found in wanted, f"a norm notes its input once, when it is read: {found} of {self._layers} are noted"
 
 
 class KeptTaps(Taps):
@@ -62,6 +65,7 @@ class KeptTaps(Taps):
 
     def keep_last(self, hidden: Tensor) -> None:
         """Write ``hidden`` ``[T, D]``, what the last layer gave, if it is one of them."""
+        self._check(self._num_columns // hidden.shape[1])
         if self._num_columns < self._cache.shape[2]:
             self._note(hidden)
 

@@ -97,3 +97,19 @@ def test_without_measurements_nothing_is_swapped() -> None:
     costs = StepCosts()
     costs.record_step(16, 1.0)
     assert not costs.swap_is_cheaper(1000, 1), "a copy was not measured"
+
+
+def test_where_nothing_pads_a_step_says_what_a_full_one_takes_at_most() -> None:
+    """Half a bucket in half the time makes neither this bucket cheaper nor the larger ones."""
+    measured = {16: 0.2, 64: 0.8, 256: 3.2}
+    costs = StepCosts(dict(measured), pads=False)
+    for _ in range(100):
+        costs.record_step(64, 0.4, 32)
+        costs.record_step(16, 0.03, 1)
+    assert costs.bucket_seconds == pytest.approx(measured)
+    for _ in range(100):
+        costs.record_step(64, 0.6, 64)
+    assert costs.bucket_seconds[64] == pytest.approx(0.6, rel=0.01)
+    padded = StepCosts(dict(measured))
+    padded.record_step(64, 0.4, 32)
+    assert padded.bucket_seconds[64] == pytest.approx(0.76)

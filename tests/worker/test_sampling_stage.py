@@ -1,6 +1,7 @@
 """SamplingStage: what requests ask for, row by row, from admission to the tokens, uncompiled and without a model."""
 
 import functools
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.api.sampling_params import SamplingParams
+from compiled_llm.compiling.argument_specs import ArgumentCheck
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.models.config_file import read_config
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
@@ -194,6 +196,19 @@ def test_a_second_bucket_of_as_many_rows_has_the_same_functions() -> None:
     before = served.stage.functions()
     served.stage.warm_up(Bucket("tokens", 256, 4), sampling_input(4), lambda: torch.randn(4, VOCAB), served.make)
     assert served.stage.functions() == before
+
+
+def test_logits_of_a_step_are_not_kept() -> None:
+    """A vocabulary of 150,000 tokens has 300 KB of them a row, and on a CPU steps have any number of rows."""
+    stage, needs = Served().stage, SamplingNeeds(sampling=True, changed_logits=False, logprobs=True)
+    logits = torch.randn(2, VOCAB)
+    for kind in ("sample", "logprobs"):
+        arguments = stage._arguments(kind, 2, logits, sampling_input(2))
+        stage._functions[kind]._check = ArgumentCheck(arguments)  # as a compiled function has it
+    kept = weakref.ref(logits)
+    stage.run(bucket(2), sampling_input(2), logits, needs)
+    del logits, arguments
+    assert kept() is None
 
 
 # -- Counts of tokens

@@ -78,6 +78,12 @@ def test_a_norm_that_is_not_read_once_is_told(times: int) -> None:
             normed.tensor()
     with pytest.raises(AssertionError, match=rf"when it is read: {1 + times} of \(0, 1\) are noted"):
         taps.taken(x)
+    kept = KeptTaps((0, 1), torch.zeros(1, 3, 12), torch.arange(3, dtype=torch.int32))
+    for one, count in zip(kept.on(weights).layers, (1, times), strict=True):
+        for _ in range(count):
+            Residual(x, 1e-5).normed(one.input_norm).tensor()
+    with pytest.raises(AssertionError, match="when it is read"):
+        kept.keep_last(x)
 
 
 def inputs_of_layers(name: str, prompt: list[int]) -> list[Tensor]:
