@@ -44,9 +44,7 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
         result = buckets.tune(traces, args.max_buckets, args.runs_per_start, args.shrink)
     rounded = buckets.rounded_steps(traces)
     if any("gpu" not in trace["machine"] for trace in traces):
-        print(
-            "steps of a CPU compute no padding: the sizes make no difference there, and are for a GPU of such times\n"
-        )
+        print("steps of a CPU compute no padding: there the sizes matter to target_itl_ms alone\n")
     print(buckets.text_of(result, args.runs_per_start, rounded))
     settings = {name: getattr(args, name) for name in ("max_buckets", "runs_per_start", "shrink")}
     facts = {"machine": hardware.describe(torch.device("cpu")), "rounded_steps": rounded}
