@@ -28,8 +28,8 @@ from compiled_llm.worker.block_tables import BlockTables
 from compiled_llm.worker.draft_trees import tree_rows
 from compiled_llm.worker.field_buffers import Arrays, FieldBuffers, Fields
 from compiled_llm.worker.request_rows import RequestRows
+from compiled_llm.worker.sized_inputs import SizedInputs
 
-_MOST_KEPT = 64  # inputs of other sizes than the bucket's
 _MOST_TAKEN_BYTES = 1 << 18  # one program reads some 20 GB/s of the host's memory
 
 
@@ -141,7 +141,9 @@ class StepBuffers:
         self._pads = pads
         assert pads or sizes.tokens is not None, "code of one size"
         self._all = bucket.num_tokens, bucket.num_requests, bucket.num_rows
-        self._inputs = {self._all: self._inputs_of(views if tables is None else views | self._tables_of(tables))}
+        kinds = dict.fromkeys(self._token_fields, 1) | dict.fromkeys(self._request_fields, 2) | {"query_start_loc": 3}
+        of_all = views if tables is None else views | self._tables_of(tables)
+        self._inputs = SizedInputs(of_all, self._inputs_of, _sizes_of(*self._all), kinds)
         self._take(*self._all)
         self._changed = None if tables is None else (views["changed_places"], views["changed_entries"])
         # By the id of a host buffer's arrays: the rows of the requests whose step it has, how many tokens of each, all
@@ -170,15 +172,8 @@ class StepBuffers:
 
     def _take(self, tokens: int, requests: int, rows: int) -> None:
         """The inputs are those of so many tokens, requests and logits rows from now on; the others are left out."""
-        key = tokens, requests, rows
-        if key not in self._inputs:
-            if len(self._inputs) > _MOST_KEPT:
-                del self._inputs[next(sizes for sizes in self._inputs if sizes != self._all)]
-            counts = dict.fromkeys(self._token_fields, tokens) | dict.fromkeys(self._request_fields, requests)
-            counts["query_start_loc"] = requests + 1
-            views = {name: view[: counts.get(name, rows)] for name, view in self._buffers.tensors.items()}
-            self._inputs[key] = self._inputs_of(views)
-        self.step_input, self.sampling_input, self.feedback = self._inputs[key]
+        own = self._inputs.first(*_sizes_of(tokens, requests, rows))
+        self.step_input, self.sampling_input, self.feedback = own
         self.num_tokens = tokens
 
     def _fields(self, limits: EngineLimits) -> Fields:
@@ -476,6 +471,11 @@ class StepBuffers:
             for field in SAMPLING:
                 fields[field.name][num_rows:] = field.padding
             fields["position"][num_rows:] = 0
+
+
+def _sizes_of(tokens: int, requests: int, rows: int) -> tuple[int, int, int, int]:
+    """For ``SizedInputs``: those of fields of logits rows, tokens, and requests, and of ``query_start_loc``."""
+    return rows, tokens, requests, requests + 1
 
 
 def logits_rows(output: SchedulerOutput) -> tuple[np.ndarray, np.ndarray]:

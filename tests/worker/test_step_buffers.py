@@ -11,7 +11,7 @@ from compiled_llm.models.weights import tensors
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
 from compiled_llm.scheduling.bucket import Bucket, buckets_of, choose_bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput, StartedRequest, StateOutput, WindowOutput
-from compiled_llm.worker import step_buffers
+from compiled_llm.worker import sized_inputs
 from compiled_llm.worker.block_tables import BlockTables
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.step_buffers import StepBuffers
@@ -99,7 +99,7 @@ def test_without_padding_the_inputs_end_with_the_step(store: RequestRows) -> Non
 
 
 def test_inputs_are_kept_of_some_sizes(store: RequestRows, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_buffers, "_MOST_KEPT", 2)
+    monkeypatch.setattr(sized_inputs, "_MOST_KEPT", 2)
     buffers, released, seen = StepBuffers(Bucket("tokens", 8, 4), LIMITS, CPU, pads=False), (), []
     for count in (1, 2, 3, 1, 3):
         step = step_of(Item("a", [1] * count, 0, [3, 9], SamplingParams()), released=released)
