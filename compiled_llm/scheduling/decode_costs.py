@@ -147,10 +147,10 @@ class _Curves:
     def __init__(self, measured: Measured) -> None:
         sizes = sorted({size for size, _ in measured})
         curves = {size: self._curve(size, measured) for size in sizes}
-        self._curves = [  # by number of requests
-            curves[next((size for size in reversed(sizes) if size <= count), sizes[0])]
-            for count in range(max(sizes, default=0) + 1)
-        ]
+        self._curves: list[list[float]] = []  # by number of requests
+        for count in range(max(sizes, default=-1) + 1):
+            below = [size for size in sizes if size <= count]
+            self._curves.append(curves[below[-1] if below else sizes[0]])
 
     def key(self, num_requests: int, num_drafts: int) -> Key:
         return (num_requests - 1).bit_length(), num_drafts.bit_length()

@@ -13,6 +13,7 @@ def test_costs_follow_the_steps_and_a_bucket_that_is_not_used_is_tried_again() -
     costs = DecodeCosts(BUCKETS, [((1, 1), 0.5), ((1, 4), 1.0)])
     assert costs
     assert not DecodeCosts()
+    assert not DecodeCosts(pads=False)
     assert [costs.device(*sizes, samples=True) for sizes in ((1, 0), (1, 1), (1, 3), (4, 0))] == [1.5, 3.0, 3.0, 5.0]
     assert costs.device(1, 4, samples=False) == costs.device(8, 1, samples=False) == math.inf, "there is no room"
     costs.record(1, 2, 2.6)
