@@ -171,7 +171,9 @@ class StepBuffers:
     def _take(self, tokens: int, requests: int, rows: int) -> None:
         """The inputs are those of so many tokens, requests and logits rows from now on; the others are left out."""
         key = tokens, requests, rows
-        if key not in self._inputs:
+        if key in self._inputs:
+            self._inputs[key] = self._inputs.pop(key)  # behind all others, of which the first is left out
+        else:
             if len(self._inputs) > _MOST_KEPT:
                 del self._inputs[next(sizes for sizes in self._inputs if sizes != self._all)]
             counts = dict.fromkeys(self._token_fields, tokens) | dict.fromkeys(self._request_fields, requests)
@@ -180,6 +182,15 @@ class StepBuffers:
             self._inputs[key] = self._inputs_of(views)
         self.step_input, self.sampling_input, self.feedback = self._inputs[key]
         self.num_tokens = tokens
+
+    def _sizes_for(self, tokens: int, requests: int, rows: int) -> tuple[int, int, int]:
+        """The sizes of a step without padding; with drafts, of some padding: a step of a size that is new takes longer.
+
+        So of each power of two there are four sizes.
+        """
+        if self.bucket.kind != "decode" or rows == requests:
+            return tokens, requests, rows
+        return min(_rounded(tokens), self.bucket.num_tokens), requests, min(_rounded(rows), self.bucket.num_rows)
 
     def _fields(self, limits: EngineLimits) -> Fields:
         """Sizes and dtypes of all that a step on a CPU is given."""
@@ -309,10 +320,14 @@ class StepBuffers:
         num_rows = self._fill_logits_rows(fields, output, store, rows, ends - 1, seq_lens)
         if self._has_trees:
             self._fill_trees(fields, output, ends - counts)
-        if self._pads:
-            self._pad(fields, total, n, num_rows)
+        own = total, n, num_rows
+        taken = self._all if self._pads else self._sizes_for(*own)
+        if taken != own:
+            self._pad(fields, *own)
         else:
-            self._take(total, n, num_rows)
+            before = self._filled.get(id(fields), own)
+            self._filled[id(fields)] = max(total, before[0]), max(n, before[1]), max(num_rows, before[2])
+        self._take(*taken)
         self._copy()
         return num_rows
 
@@ -476,6 +491,12 @@ class StepBuffers:
             for field in SAMPLING:
                 fields[field.name][num_rows:] = field.padding
             fields["position"][num_rows:] = 0
+
+
+def _rounded(count: int) -> int:
+    """``count``, rounded up to three binary digits."""
+    step = 1 << max(0, count.bit_length() - 3)
+    return -(-count // step) * step
 
 
 def logits_rows(output: SchedulerOutput) -> tuple[np.ndarray, np.ndarray]:
