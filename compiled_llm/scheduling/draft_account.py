@@ -15,6 +15,7 @@ import dataclasses
 from typing import NamedTuple
 
 from compiled_llm.scheduling.costs import moved
+from compiled_llm.scheduling.decode_costs import Key
 
 SHARE = 0.0075  # of all steps, that may be lost
 MOST = 8.0  # steps that an account has at most, and at the start
@@ -33,11 +34,12 @@ Kind = tuple[int, bool]
 
 
 class DoneStep(NamedTuple):
-    """A step in a decode bucket.
+    """A step that decodes.
 
     Attributes:
         kind: which account it goes to.
-        bucket: (requests, tokens) of its decode bucket.
+        num_requests: that it has.
+        alike: what steps have in common that take about as long, see ``DecodeCosts.key``.
         has_drafts: whether it verified some.
         seconds: from its beginning to that of the next one, without those of ``looked`` and ``network``.
         looked: seconds in looking for drafts.
@@ -48,7 +50,8 @@ class DoneStep(NamedTuple):
     """
 
     kind: Kind
-    bucket: tuple[int, int]
+    num_requests: int
+    alike: Key
     has_drafts: bool
     seconds: float
     looked: float = 0.0
@@ -76,7 +79,7 @@ class _Steps:
         balance: plain steps that may be lost. What a network takes to compute tokens that it lacks, such as prompts, is
             not entered: one that has read a prompt goes on as long as its drafts save more than they take.
         with_reading: the same, with what that takes: a network reads other prompts only if this is above 0.
-        others: seconds of other steps and how many there were, by their bucket and whether they have drafts. The first
+        others: seconds of other steps and how many there were, by what is alike and whether they have drafts. The first
             may be slow for no reason that stays, so the average begins with a plain step.
         look, network: seconds of a look, and of a network that lacked nothing.
     """
@@ -88,7 +91,7 @@ class _Steps:
     num_due: int = 0
     balance: float = MOST
     with_reading: float = MOST
-    others: dict[tuple[tuple[int, int], bool], tuple[float, int]] = dataclasses.field(default_factory=dict)
+    others: dict[tuple[Key, bool], tuple[float, int]] = dataclasses.field(default_factory=dict)
     look: float = 0.0
     network: float = 0.0
 
@@ -111,7 +114,7 @@ class _Steps:
         """A step that is not plain."""
         self.age, self.follows_plain = self.age + 1, False
         self.num_due = min(_MOST_DUE, max(self.num_due, self.age))
-        key = step.bucket, step.has_drafts
+        key = step.alike, step.has_drafts
         seconds, count = self.others.get(key, (self.plain, 1))
         weight = max(_LEAST_WEIGHT, 1.0 / (count + 1))
         seconds += weight * (min(step.seconds, _MOST_TIMES * seconds) - seconds)

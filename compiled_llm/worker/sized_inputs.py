@@ -14,7 +14,7 @@ class SizedInputs(Generic[Input]):
     """Inputs made of the first rows of tensors. Where code is generic in the sizes, so nothing computes padding.
 
     Inputs are kept, since arguments that were compared before are not compared again (``ArgumentCheck``): those of the
-    64 sizes that were made last.
+    64 sizes that were taken last.
 
     Args:
         views: all rows of each field.
@@ -41,9 +41,11 @@ class SizedInputs(Generic[Input]):
         """The input of so many rows of each kind."""
         if sizes == self._sizes:
             return self.whole
-        if sizes not in self._kept:
+        known = self._kept.pop(sizes, None)  # and comes behind all others, of which the first is left out
+        if known is None:
             if len(self._kept) >= _MOST_KEPT:
                 del self._kept[next(iter(self._kept))]
             views = {name: view[: sizes[self._kinds.get(name, 0)]] for name, view in self._views.items()}
-            self._kept[sizes] = self._make(views)
-        return self._kept[sizes]
+            known = self._make(views)
+        self._kept[sizes] = known
+        return known

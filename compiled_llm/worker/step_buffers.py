@@ -176,6 +176,15 @@ class StepBuffers:
         self.step_input, self.sampling_input, self.feedback = own
         self.num_tokens = tokens
 
+    def _sizes_for(self, tokens: int, requests: int, rows: int) -> tuple[int, int, int]:
+        """The sizes of a step without padding; with drafts, of some padding: a step of a size that is new takes longer.
+
+        So of each power of two there are four sizes.
+        """
+        if self.bucket.kind != "decode" or rows == requests:
+            return tokens, requests, rows
+        return min(_rounded(tokens), self.bucket.num_tokens), requests, min(_rounded(rows), self.bucket.num_rows)
+
     def _fields(self, limits: EngineLimits) -> Fields:
         """Sizes and dtypes of all that a step on a CPU is given."""
         tokens, requests, rows = self.bucket.num_tokens, self.bucket.num_requests, self.bucket.num_rows
@@ -304,10 +313,14 @@ class StepBuffers:
         num_rows = self._fill_logits_rows(fields, output, store, rows, ends - 1, seq_lens)
         if self._has_trees:
             self._fill_trees(fields, output, ends - counts)
-        if self._pads:
-            self._pad(fields, total, n, num_rows)
+        own = total, n, num_rows
+        taken = self._all if self._pads else self._sizes_for(*own)
+        if taken != own:
+            self._pad(fields, *own)
         else:
-            self._take(total, n, num_rows)
+            before = self._filled.get(id(fields), own)
+            self._filled[id(fields)] = max(total, before[0]), max(n, before[1]), max(num_rows, before[2])
+        self._take(*taken)
         self._copy()
         return num_rows
 
@@ -476,6 +489,12 @@ class StepBuffers:
 def _sizes_of(tokens: int, requests: int, rows: int) -> tuple[int, int, int, int]:
     """For ``SizedInputs``: those of fields of logits rows, tokens, and requests, and of ``query_start_loc``."""
     return rows, tokens, requests, requests + 1
+
+
+def _rounded(count: int) -> int:
+    """``count``, rounded up to three binary digits."""
+    step = 1 << max(0, count.bit_length() - 3)
+    return -(-count // step) * step
 
 
 def logits_rows(output: SchedulerOutput) -> tuple[np.ndarray, np.ndarray]:

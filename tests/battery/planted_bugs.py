@@ -170,6 +170,7 @@ DRAFTED = Checks(
     load_torch=True,
 )
 ACCOUNT = Checks(("tests/scheduling/test_draft_account.py",), load_torch=False)
+COSTS = Checks(("tests/scheduling/test_decode_costs.py",), load_torch=False)
 PLANNER = Checks(("tests/scheduling/test_draft_planner.py",), load_torch=False)
 DRAFTERS = Checks(("tests/drafting/test_suffix.py",), load_torch=False)
 LOOKAHEAD = Checks(("tests/drafting/test_lookahead.py", "tests/scheduling/test_drafts.py"), load_torch=False)
@@ -368,6 +369,13 @@ _PLANTED = """
             DraftPlanner.takes_drafts: self.account.end_rest(self._kind, self._num_rests) => ...
         empty plans rest
             DraftPlanner.plan_next: self._num_rests += 1 => ...
+    scheduling.decode_costs, COSTS
+        steps with drafts and plain ones have one ratio
+            _Curves.key: num_drafts.bit_length() => 0
+        steps of all numbers of requests have one ratio
+            _Curves.key: (num_requests - 1).bit_length() => 0
+        a step of its own size is expected to take what its requests take
+            _Curves.seconds: num_requests + num_drafts => num_requests
     scheduling.draft_account, ACCOUNT
         what drafts cost counts as saved
             _Steps.enter: step.gained * self.plain - max(0.0, seconds - self.plain)
@@ -668,6 +676,10 @@ _PLANTED = """
         the context is scored too
             Request.prompt_targets: max(self.num_scored, start + 1) => start + 1
     worker.step_buffers, TAGS
+        steps of fewer sizes than they have leave out tokens
+            _rounded: -(-count // step) * step => count // step * step
+        what fills a rounded size is of the step before
+            StepBuffers.fill: self._pad(fields, *own) => ...
         padding writes to the first block that is handed out
             StepBuffers._pad: SINK_BLOCK => SINK_BLOCK + 1
         padding writes past the sink

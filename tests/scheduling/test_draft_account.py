@@ -7,7 +7,7 @@ import pytest
 from compiled_llm.scheduling.draft_account import MOST, MOST_RESTED, SHARE, DoneStep, DraftAccount, Kind
 
 ONE: Kind = (1, False)
-BUCKET = (1, 1)
+ALIKE = (0, 0)
 PLAIN = 0.5  # seconds
 
 
@@ -38,7 +38,7 @@ class Run:
                 self.plain_seconds += self.pace * PLAIN * rest
                 continue
             took = self.pace * PLAIN * self.rng.lognormvariate(0.0, self.noise)
-            step = DoneStep(self.kind, BUCKET, has_drafts=False, seconds=took)
+            step = DoneStep(self.kind, 1, ALIKE, has_drafts=False, seconds=took)
             if looks:
                 step = step._replace(
                     has_drafts=True, seconds=took + self.pace * drafts, looked=self.pace * look, gained=gained
@@ -94,7 +94,7 @@ def test_a_single_slow_step_does_not_matter_much() -> None:
     run = Run()
     run.steps(50)
     account = run.account
-    slow = DoneStep(ONE, BUCKET, has_drafts=True, seconds=100 * PLAIN, looked=0.01, gained=0.0)
+    slow = DoneStep(ONE, 1, ALIKE, has_drafts=True, seconds=100 * PLAIN, looked=0.01, gained=0.0)
     account.enter(slow)
     assert account.looks(ONE, goes_on=True), "it counts as the average, which it moved by a tenth"
     for _ in range(20):
@@ -105,7 +105,7 @@ def test_a_single_slow_step_does_not_matter_much() -> None:
 def test_a_slow_plain_step_makes_no_step_with_drafts_a_saving_one() -> None:
     run = Run()
     run.steps(50)
-    run.account.enter(DoneStep(ONE, BUCKET, has_drafts=False, seconds=100 * PLAIN))
+    run.account.enter(DoneStep(ONE, 1, ALIKE, has_drafts=False, seconds=100 * PLAIN))
     looked = run.steps(400, look=0.02, drafts=0.1)
     assert sum(looked[200:]) < 20
 
@@ -114,7 +114,7 @@ def test_where_nothing_is_gained_nothing_is_saved_however_fast_such_steps_are() 
     run = Run()
     run.steps(50)
     for _ in range(400):
-        run.account.enter(DoneStep(ONE, BUCKET, has_drafts=True, seconds=PLAIN / 2, looked=0.1 * PLAIN))
+        run.account.enter(DoneStep(ONE, 1, ALIKE, has_drafts=True, seconds=PLAIN / 2, looked=0.1 * PLAIN))
     assert not run.account.looks(ONE, goes_on=True)
 
 
@@ -131,7 +131,7 @@ def test_a_network_that_was_not_worth_reading_a_prompt_reads_no_other_for_long()
     run.steps(5)
     account = run.account
     assert account.looks(ONE, goes_on=False)
-    network = DoneStep(ONE, BUCKET, has_drafts=True, seconds=PLAIN, network=0.1, gained=0.3)
+    network = DoneStep(ONE, 1, ALIKE, has_drafts=True, seconds=PLAIN, network=0.1, gained=0.3)
     account.enter(network)
     account.enter(network._replace(network=0.1 + 20 * PLAIN, reads=True))
     assert not account.looks(ONE, goes_on=False)
@@ -139,7 +139,7 @@ def test_a_network_that_was_not_worth_reading_a_prompt_reads_no_other_for_long()
     num_rested = 0
     while not account.looks(ONE, goes_on=False):
         num_rested += account.rest(ONE)
-        account.enter(DoneStep(ONE, BUCKET, has_drafts=False, seconds=PLAIN))
+        account.enter(DoneStep(ONE, 1, ALIKE, has_drafts=False, seconds=PLAIN))
         num_rested += 1
     assert num_rested == pytest.approx((20 - MOST) / SHARE, rel=0.05)
 
@@ -148,7 +148,7 @@ def test_a_network_that_was_worth_it_reads_the_next_prompt() -> None:
     run = Run()
     run.steps(5)
     account = run.account
-    network = DoneStep(ONE, BUCKET, has_drafts=True, seconds=PLAIN, network=0.1, gained=0.8)
+    network = DoneStep(ONE, 1, ALIKE, has_drafts=True, seconds=PLAIN, network=0.1, gained=0.8)
     account.enter(network)
     for _ in range(3):
         account.enter_reading(ONE, 20 * PLAIN)
@@ -158,7 +158,7 @@ def test_a_network_that_was_worth_it_reads_the_next_prompt() -> None:
                 account.enter(network)
             else:
                 assert account._steps[ONE].with_reading > 0, "a plain step, where it need not read again"
-                account.enter(DoneStep(ONE, BUCKET, has_drafts=False, seconds=PLAIN))
+                account.enter(DoneStep(ONE, 1, ALIKE, has_drafts=False, seconds=PLAIN))
         assert account.looks(ONE, goes_on=False)
 
 
@@ -167,7 +167,7 @@ def test_a_wrong_network_is_left_though_it_has_read_the_prompt() -> None:
     run.steps(5)
     num_steps = 0
     while run.account.looks(ONE, goes_on=True):
-        run.account.enter(DoneStep(ONE, BUCKET, has_drafts=True, seconds=PLAIN, network=PLAIN))
+        run.account.enter(DoneStep(ONE, 1, ALIKE, has_drafts=True, seconds=PLAIN, network=PLAIN))
         num_steps += 1
     assert num_steps == pytest.approx(MOST, abs=1)
 
@@ -178,7 +178,7 @@ def test_steps_that_rest_are_as_many_as_the_account_lacks() -> None:
     assert account.rest(ONE) == 0, "nothing is known"
     run.steps(4)
     assert account.rest(ONE) == 0, "it may look"
-    plain = DoneStep(ONE, BUCKET, has_drafts=False, seconds=PLAIN)
+    plain = DoneStep(ONE, 1, ALIKE, has_drafts=False, seconds=PLAIN)
     account.enter(plain._replace(looked=(MOST + 20.5 * SHARE) * PLAIN))
     assert account.rest(ONE) == 0, "after one step of another kind a plain one is measured"
     account.enter(plain)
@@ -195,7 +195,7 @@ def test_what_does_not_rest_after_all_enters_nothing() -> None:
     run = Run()
     run.steps(4)
     account = run.account
-    plain = DoneStep(ONE, BUCKET, has_drafts=False, seconds=PLAIN)
+    plain = DoneStep(ONE, 1, ALIKE, has_drafts=False, seconds=PLAIN)
     for step in (plain._replace(looked=2 * MOST * PLAIN), plain, plain):
         account.enter(step)
     before = account._steps[ONE].balance
@@ -207,7 +207,7 @@ def test_what_does_not_rest_after_all_enters_nothing() -> None:
 def test_of_plain_steps_in_a_row_one_of_seventeen_is_measured() -> None:
     run = Run()
     run.steps(5)
-    account, plain = run.account, DoneStep(ONE, BUCKET, has_drafts=False, seconds=PLAIN)
+    account, plain = run.account, DoneStep(ONE, 1, ALIKE, has_drafts=False, seconds=PLAIN)
     for step in (plain._replace(looked=20 * PLAIN), plain, plain):
         account.enter(step)
     num_measured = num_rested = 0
@@ -243,7 +243,7 @@ def test_what_never_pays_loses_little_more_where_the_machine_changes(pace: float
 
 def test_first_steps_that_are_slow_make_nothing_look_cheap() -> None:
     account = DraftAccount(one_graph=False)
-    account.enter(DoneStep(ONE, BUCKET, has_drafts=False, seconds=100 * PLAIN))
+    account.enter(DoneStep(ONE, 1, ALIKE, has_drafts=False, seconds=100 * PLAIN))
     run = Run(account)
     looked = run.steps(300, look=0.5 * PLAIN, drafts=0.5 * PLAIN)
     assert 0 < sum(looked) < 20
@@ -252,10 +252,10 @@ def test_first_steps_that_are_slow_make_nothing_look_cheap() -> None:
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
 def test_a_step_of_no_time_is_not_entered(seconds: float) -> None:
     account = DraftAccount(one_graph=True)
-    account.enter(DoneStep(ONE, BUCKET, has_drafts=False, seconds=seconds))
+    account.enter(DoneStep(ONE, 1, ALIKE, has_drafts=False, seconds=seconds))
     run = Run(account)
     run.steps(50, look=2 * PLAIN)
-    account.enter(DoneStep(ONE, BUCKET, has_drafts=True, seconds=seconds, looked=1.0, gained=5.0))
+    account.enter(DoneStep(ONE, 1, ALIKE, has_drafts=True, seconds=seconds, looked=1.0, gained=5.0))
     assert not account.looks(ONE, goes_on=True)
 
 
@@ -267,7 +267,7 @@ def test_what_was_lost_is_bounded() -> None:
     num_rested = 0
     while not run.account.looks(ONE, goes_on=False):
         num_rested += run.account.rest(ONE) or 1
-        run.account.enter(DoneStep(ONE, BUCKET, has_drafts=False, seconds=PLAIN))
+        run.account.enter(DoneStep(ONE, 1, ALIKE, has_drafts=False, seconds=PLAIN))
     assert 5_000 < num_rested < 10_000
 
 
@@ -275,7 +275,7 @@ def test_what_was_lost_is_bounded() -> None:
 def test_steps_that_found_nothing_stand_in_for_plain_ones_on_a_cpu(one_graph: bool, expected: float) -> None:
     account = DraftAccount(one_graph=one_graph)
     for _ in range(5):
-        account.enter(DoneStep(ONE, BUCKET, has_drafts=False, seconds=PLAIN))
+        account.enter(DoneStep(ONE, 1, ALIKE, has_drafts=False, seconds=PLAIN))
     for _ in range(120):
-        account.enter(DoneStep(ONE, BUCKET, has_drafts=False, seconds=2 * PLAIN, looked=1e-6))
+        account.enter(DoneStep(ONE, 1, ALIKE, has_drafts=False, seconds=2 * PLAIN, looked=1e-6))
     assert account._steps[ONE].plain == pytest.approx(expected, rel=0.05)

@@ -32,7 +32,7 @@ def test_the_inputs_of_the_last_sizes_and_of_all_rows_are_kept(monkeypatch: pyte
     whole, one, two = inputs.first(4), inputs.first(1), inputs.first(2)
     assert inputs.first(1) is one
     inputs.first(3)
-    assert inputs.first(2) is two
-    assert inputs.first(1) is not one
+    assert inputs.first(1) is one
+    assert inputs.first(2) is not two, "those that were not taken for the longest time go first"
     assert inputs.first(4) is whole
     assert [len(inputs.first(count)["ids"]) for count in (3, 2, 1)] == [3, 2, 1]
