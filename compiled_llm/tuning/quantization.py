@@ -2,8 +2,8 @@
 
 For each kind the model's linear layers are made with constants in the place of weights, so no checkpoint is read: all
 of a small model, of a large one a part, of each size as many of a hundred, with more bytes than caches hold. They run
-one after the other, as in a step, in turns with those of the model's dtype. Times of a layer are medians over the
-rounds, ratios medians of the ratios within a round; those of a step are of the sums over its layers.
+one after the other, as in a step, in turns with those of the model's dtype. In each round a layer's time is the median
+of those of its size; of the rounds the fastest tenth counts. Ratios of a step are those of the sums over its layers.
 
 What is found is printed as engine arguments. An engine never measures and chooses by itself: its tokens would depend on
 what else the machine did at its start.
@@ -12,13 +12,12 @@ what else the machine did at its start.
 import dataclasses
 import itertools
 import math
-import operator
 import re
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +34,6 @@ from compiled_llm.models.registry import family_of
 from compiled_llm.ops import native
 
 SLOWER = 0.97  # ratio of speeds from which on a product counts as equally fast: nothing is measured more exactly
-SURE = 0.75  # of the rounds in which a layer must be slower to be left
 CYCLE_BYTES = 256 << 20  # of weights that are read in turn: more than a processor's caches hold
 LEAST_ROUNDS = 5
 MANY_ROWS, FEW_COPIES = 64, 4  # where memory no longer counts, so many layers of a size are enough
@@ -119,34 +117,18 @@ class Group(NamedTuple):
         return signature(self.plain.linear) != signature(self.quantised.linear)
 
 
-class Ratio(NamedTuple):
-    """How many times as fast a kind is, the median over the rounds, and the share of rounds in which it was slower."""
-
-    times: float
-    share_slower: float
-
-    @classmethod
-    def of(cls, ratios: Iterable[float]) -> "Ratio":
-        found = list(ratios)
-        return cls(statistics.median(found), sum(ratio < 1 for ratio in found) / len(found))
-
-    @property
-    def is_slower(self) -> bool:
-        """And not by chance."""
-        return self.times < SLOWER and self.share_slower >= SURE
-
-
 class Measured(NamedTuple):
     """The layers of a group.
 
     Attributes:
         seconds, plain_seconds: of one of them in the kind, and in the model's dtype; by the step's name.
+        ratios: how many times as fast the first is.
     """
 
     group: Group
     seconds: dict[str, float]
     plain_seconds: dict[str, float]
-    ratios: dict[str, Ratio]
+    ratios: dict[str, float]
 
     @property
     def nbytes(self) -> int:
@@ -156,7 +138,7 @@ class Measured(NamedTuple):
     @property
     def is_slower(self) -> bool:
         """At some number of rows."""
-        return self.group.is_rounded and any(ratio.is_slower for ratio in self.ratios.values())
+        return self.group.is_rounded and min(self.ratios.values()) < SLOWER
 
 
 class Found(NamedTuple):
@@ -165,7 +147,7 @@ class Found(NamedTuple):
     Attributes:
         config: the engine's arguments that choose it.
         nbytes, plain_nbytes: of the weights that all products read.
-        ratios: of all products of a step.
+        ratios: how many times as fast all products of a step are.
         rounds: that were measured of each step.
         skip: patterns of ``quantization_skip`` for the layers that are slower at some number of rows; None: all that
             the kind rounds are, or the checkpoint has them in it.
@@ -177,13 +159,13 @@ class Found(NamedTuple):
     plain_nbytes: int
     layers: list[Measured]
     rounds: dict[str, int]
-    ratios: dict[str, Ratio]
+    ratios: dict[str, float]
     skip: tuple[str, ...] | None
-    skip_ratios: dict[str, Ratio]
+    skip_ratios: dict[str, float]
 
     @property
     def is_never_slower(self) -> bool:
-        return not any(ratio.is_slower for ratio in self.ratios.values())
+        return min(self.ratios.values()) >= SLOWER
 
     def arguments(self, skip: Sequence[str] = ()) -> dict[str, Any]:
         """The engine's arguments that choose the kind, with these layers left besides."""
@@ -204,9 +186,7 @@ class Result(NamedTuple):
     def fastest(self) -> str | None:
         """The kind with the largest geometric mean of ratios among those that are never slower; None: there is none."""
         never = {name: one for name, one in self.found.items() if one.is_never_slower}
-        return max(
-            never, key=lambda name: math.prod(ratio.times for ratio in never[name].ratios.values()), default=None
-        )
+        return max(never, key=lambda name: math.prod(never[name].ratios.values()), default=None)
 
 
 def tune(
@@ -326,7 +306,7 @@ class Cycle:
         self._groups = len(layers)
 
     def seconds(self, step: Step, inputs: Inputs) -> list[float]:
-        """Of one layer of each group, the median of those that ran. ``inputs``: what layers take."""
+        """Of one layer a group: the median of those that ran, of many rows the least. ``inputs``: of each size."""
         times: list[list[float]] = [[] for _ in range(self._groups)]
         most = FEW_COPIES if step.rows > MANY_ROWS else sys.maxsize
         for place, layer, linear in self._order:
@@ -337,7 +317,7 @@ class Cycle:
             start = time.perf_counter()
             linear.apply(x)
             times[place].append(time.perf_counter() - start)
-        return list(map(statistics.median, times))
+        return list(map(min if step.rows > MANY_ROWS else statistics.median, times))
 
 
 def measure(
@@ -363,18 +343,17 @@ def measure(
         times[step.name] = in_turns(cycles, step, inputs, seconds / len(steps))
     layers = [layer_of(group, place, times) for place, group in enumerate(groups)]
     kept = [one for one in layers if one.is_slower]
-    rounded = [one for one in layers if one.group.is_rounded]
-    skip = None if config.quantization is None or len(kept) == len(rounded) else skip_patterns(kept, noted)
-    slower = {place for place, one in enumerate(layers) if one.is_slower}
+    are_all = len(kept) == sum(one.group.is_rounded for one in layers)
+    skip = None if config.quantization is None or are_all else skip_patterns(kept, noted)
     return Found(
         config,
         sum(layer.linear.nbytes for layer in quantised),
         sum(layer.linear.nbytes for layer in plain),
         layers,
         {name: len(rounds) for name, rounds in times.items()},
-        {name: step_ratio(counts, rounds) for name, rounds in times.items()},
+        step_ratios(layers),
         skip,
-        {name: step_ratio(counts, rounds, slower) for name, rounds in times.items()},
+        step_ratios(layers, kept),
     )
 
 
@@ -392,24 +371,26 @@ def in_turns(cycles: tuple[Cycle, Cycle], step: Step, inputs: Inputs, seconds: f
 
 
 def layer_of(group: Group, place: int, times: Mapping[str, Rounds]) -> Measured:
-    of_plain = {step: [plain[place] for plain, _ in rounds] for step, rounds in times.items()}
-    of_kind = {step: [kind[place] for _, kind in rounds] for step, rounds in times.items()}
-    return Measured(
-        group,
-        {step: statistics.median(found) for step, found in of_kind.items()},
-        {step: statistics.median(found) for step, found in of_plain.items()},
-        {step: Ratio.of(map(operator.truediv, of_plain[step], of_kind[step])) for step in times},
-    )
+    plain = {step: _usual([plain[place] for plain, _ in rounds]) for step, rounds in times.items()}
+    kind = {step: _usual([kind[place] for _, kind in rounds]) for step, rounds in times.items()}
+    return Measured(group, kind, plain, {step: plain[step] / kind[step] for step in times})
 
 
-def step_ratio(counts: Sequence[int], rounds: Rounds, left: Collection[int] = ()) -> Ratio:
-    """Of the products of a step, the groups of ``left`` being in the model's dtype."""
+def _usual(seconds: list[float]) -> float:
+    """The lowest tenth of the rounds ends there: what other processes cost is above it."""
+    return sorted(seconds)[len(seconds) // 10]
 
-    def ratio(plain: Sequence[float], kind: Sequence[float]) -> float:
-        taken = [plain[place] if place in left else kind[place] for place in range(len(counts))]
-        return sum(map(operator.mul, counts, plain)) / sum(map(operator.mul, counts, taken))
 
-    return Ratio.of(itertools.starmap(ratio, rounds))
+def step_ratios(layers: Sequence[Measured], left: Sequence[Measured] = ()) -> dict[str, float]:
+    """Of the products of each step, the layers of ``left`` being in the model's dtype."""
+
+    plain, kind = dict.fromkeys(layers[0].seconds, 0.0), dict.fromkeys(layers[0].seconds, 0.0)
+    for one in layers:
+        taken = one.seconds if one.group.is_rounded and one not in left else one.plain_seconds
+        for step, seconds in taken.items():
+            kind[step] += len(one.group.places) * seconds
+            plain[step] += len(one.group.places) * one.plain_seconds[step]
+    return {step: plain[step] / kind[step] for step in plain}
 
 
 def skip_patterns(kept: Sequence[Measured], noted: Noting) -> tuple[str, ...]:
@@ -446,7 +427,7 @@ def text_of(result: Result) -> str:
     rows: list[dict[str, Any]] = []
     for name, one in result.found.items():
         size = {"weights": name, "MiB": one.nbytes / mib, "of": one.plain_nbytes / mib}
-        rows.append(size | times_of(one.ratios) | {"never slower": "yes" if one.is_never_slower else "no"})
+        rows.append(size | rounded(one.ratios) | {"never slower": "yes" if one.is_never_slower else "no"})
     lines += [tables.text_table(rows), "", "One layer of each size:", ""]
     lines.append(tables.text_table([row for name, one in result.found.items() for row in layer_rows(name, one)]))
     if result.expert_bytes:
@@ -472,15 +453,15 @@ def layer_rows(name: str, found: Found) -> list[dict[str, Any]]:
             "size": f"{one.group.plain.linear.out_features}x{one.group.plain.linear.in_features}",
             "count": len(one.group.places),
         }
-        | times_of(one.ratios)
+        | rounded(one.ratios)
         | {"slower": "slower" if one.is_slower else ""}
         for one in found.layers
         if one.group.is_rounded
     ]
 
 
-def times_of(ratios: Mapping[str, Ratio]) -> dict[str, float]:
-    return {step: round(ratio.times, 3) for step, ratio in ratios.items()}
+def rounded(ratios: Mapping[str, float]) -> dict[str, float]:
+    return {step: round(ratio, 3) for step, ratio in ratios.items()}
 
 
 def label(layer: Layer) -> str:
@@ -496,7 +477,7 @@ def advice(name: str, found: Found, dtype: str) -> list[str]:
         return [f"{said}. To have these in {dtype}, load the model before it was quantised"]
     if found.skip is None:
         return [f"{said}, which are all that it rounds"]
-    ratios = ", ".join(f"{ratio.times:.2f} ({step})" for step, ratio in found.skip_ratios.items())
+    ratios = ", ".join(f"{ratio:.2f} ({step})" for step, ratio in found.skip_ratios.items())
     return [f"{said}. With these left: {ratios}", f"    {flags(found.arguments(found.skip))}"]
 
 
@@ -521,7 +502,7 @@ def as_json(result: Result) -> dict[str, Any]:
             "nbytes": one.group.quantised.linear.nbytes,
             "seconds": one.seconds,
             "plain_seconds": one.plain_seconds,
-            "ratios": times_of(one.ratios),
+            "ratios": rounded(one.ratios),
             "slower": one.is_slower,
         }
 
@@ -530,11 +511,11 @@ def as_json(result: Result) -> dict[str, Any]:
             "arguments": one.arguments(),
             "nbytes": one.nbytes,
             "plain_nbytes": one.plain_nbytes,
-            "ratios": times_of(one.ratios),
+            "ratios": rounded(one.ratios),
             "rounds": one.rounds,
             "never_slower": one.is_never_slower,
             "arguments_never_slower": None if one.skip is None else one.arguments(one.skip),
-            "ratios_never_slower": times_of(one.skip_ratios),
+            "ratios_never_slower": rounded(one.skip_ratios),
             "layers": [layer(each) for each in one.layers],
         }
 
