@@ -157,6 +157,21 @@ def test_a_large_model_is_measured_by_a_part(monkeypatch: pytest.MonkeyPatch) ->
     assert order == [False] * 19 + [True]
 
 
+@pytest.mark.parametrize(("rows", "runs"), [(8, 7), (256, quantization.FEW_COPIES)])
+def test_what_runs_in_a_round(rows: int, runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head has the rows of logits alone; with many rows a few layers of a size are enough."""
+    part = StoredLinear("layers.0.a", 64, 64)
+    empty = torch.empty(4, 64, 16, dtype=torch.bfloat16, device="meta")
+    layer = Layer((part,), Packed(empty, None, 64, 64), torch.bfloat16)
+    head = layer._replace(parts=(part._replace(role="head"),))
+    seen: list[int] = []
+    monkeypatch.setattr(Packed, "apply", lambda self, x: seen.append(len(x)))
+    inputs = {(64, torch.bfloat16): torch.zeros(rows, 64, dtype=torch.bfloat16)}
+    seconds = Cycle([7, 1], [layer, head]).seconds(Step("", rows, 1), inputs)
+    assert seen == [rows] * runs + [1]
+    assert min(seconds) > 0
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     flags = ["--quantization", "int8,int4_w4a8", "--quantization-group-size", "64", "--rows", "1", "4"]
