@@ -340,7 +340,7 @@ _PLANTED = """
         a draft is compared with the token after its own
             Scheduler._accept: sampled[num_accepted] => sampled[num_accepted + 1]
         rejected tokens are published
-            Scheduler._accept: start + len(tokens) => start + 1 + len(drafts)
+            Scheduler._accept: min(start + len(tokens), start + in_place) => start + 1 + len(drafts)
         computed tokens that were rejected do not roll back
             Scheduler._accept: request.num_computed_tokens -= 1 + len(drafts) - num_computed =>
         tokens after a stop token are kept
