@@ -125,7 +125,12 @@ SCHEDULING = Checks(
     load_torch=False,
 )
 FORKS = Checks(
-    ("tests/battery/test_schedules.py::test_random_schedules", "tests/scheduling/test_forks.py"), load_torch=False
+    (
+        "tests/battery/test_schedules.py::test_random_schedules",
+        "tests/scheduling/test_forks.py",
+        "tests/scheduling/test_window_pool.py",
+    ),
+    load_torch=False,
 )
 WINDOWS = Checks(
     ("tests/scheduling/test_window_pool.py", "tests/battery/test_schedules.py::test_random_schedules"), load_torch=False

@@ -138,6 +138,23 @@ def test_a_child_computes_what_its_parent_has_dropped() -> None:
     check_result(child)
 
 
+def test_a_child_without_its_parents_places_leaves_the_parents_state_too() -> None:
+    """Of a model that has layers with a window and layers with a state."""
+    scheduler = make_scheduler(40, windows=[(6, None)], num_state_slots=8, token_bucket_sizes=(64,))
+    engine, parent = FakeEngine(scheduler), add_request(scheduler, "parent", 12, 20, keeps_blocks=True)
+    while len(parent.output_token_ids) < 12:
+        engine.step()
+    assert parent.state.before_last
+    child = make_request("child", parent.prompt_token_ids, 4)
+    scheduler.fork(parent, child)
+    assert (child.num_computed_tokens, child.state.slot) == (0, 0)
+    scheduler.end_forking(parent)
+    engine.run()
+    check_result(parent)
+    check_result(child)
+    assert scheduler.pool.states.num_used == 0
+
+
 def test_dropped_places_make_a_shorter_hit() -> None:
     scheduler = make_scheduler(40, prefix_caching=True, windows=[(6, None)])
     (places,) = scheduler.pool.windows
