@@ -125,7 +125,12 @@ SCHEDULING = Checks(
     load_torch=False,
 )
 FORKS = Checks(
-    ("tests/battery/test_schedules.py::test_random_schedules", "tests/scheduling/test_forks.py"), load_torch=False
+    (
+        "tests/battery/test_schedules.py::test_random_schedules",
+        "tests/scheduling/test_forks.py",
+        "tests/scheduling/test_window_pool.py",
+    ),
+    load_torch=False,
 )
 WINDOWS = Checks(
     ("tests/scheduling/test_window_pool.py", "tests/battery/test_schedules.py::test_random_schedules"), load_torch=False
@@ -225,8 +230,9 @@ QUANTISED = Checks(
     ),
     load_torch=True,
 )
-
 ADAPTERS = Checks(("tests/battery/test_adapters.py",), load_torch=True)
+ADAPTER_SLOTS = Checks(("tests/scheduling/test_adapter_slots.py",), load_torch=False)
+HOST_ADAPTERS = Checks(("tests/adapters/test_host_adapters.py",), load_torch=True)
 
 # Of modules: the checks that must see their bugs, and these, each as its name and "function: old => new".
 _PLANTED = """
@@ -340,7 +346,7 @@ _PLANTED = """
         a draft is compared with the token after its own
             Scheduler._accept: sampled[num_accepted] => sampled[num_accepted + 1]
         rejected tokens are published
-            Scheduler._accept: start + len(tokens) => start + 1 + len(drafts)
+            Scheduler._accept: min(start + len(tokens), start + in_place) => start + 1 + len(drafts)
         computed tokens that were rejected do not roll back
             Scheduler._accept: request.num_computed_tokens -= 1 + len(drafts) - num_computed =>
         tokens after a stop token are kept
@@ -1008,7 +1014,7 @@ _PLANTED = """
             _candidates: for steps in STEPS: ... => for steps in STEPS[:1]: ...
         the last candidate is taken
             _chosen: torch.where(error < least, scales, best) => scales
-    scheduling.adapter_slots, ADAPTERS
+    scheduling.adapter_slots, ADAPTER_SLOTS
         a slot keeps the adapter that was evicted
             AdapterSlots.enter: self.loads.append((slot, adapter)) =>
         the adapter of a running request is evicted
@@ -1026,9 +1032,14 @@ _PLANTED = """
     scheduling.prefix_cache, ADAPTERS
         keys of one adapter are taken for those of another
             PrefixCache._digests: [request.adapter] if request.adapter else [] => []
-    adapters.host_adapters, ADAPTERS
+    adapters.host_adapters, HOST_ADAPTERS
         files that changed are not read again
             HostAdapters.get: adapter is None or stamped != found => adapter is None
+        a copy that brings the time of its file along is no change
+            HostAdapters.get: adapter is None or stamped != found =>
+                adapter is None or [file[:4] for file in stamped] != [file[:4] for file in found]
+        files that are changed at once keep their time
+            HostAdapters._read: _wait_for_the_next_time(before) =>
         adapters stay in host memory
             HostAdapters.get: len(self._recent) > self._most => False
     routing.prefixes, ROUTING
