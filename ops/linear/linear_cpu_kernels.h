@@ -50,6 +50,12 @@ INLINE void prefetch(const Work<T>& work, int64_t word) {
   for (int c = 0; c < C; ++c) __builtin_prefetch(ahead + c * work.w_stride, 0, 2);
 }
 
+// Of the next chunk.
+template <int C, class T>
+INLINE void prefetch_later(const Work<T>& work, int64_t line) {
+  for (int c = 0; c < C; ++c) __builtin_prefetch(work.later + line * TILE + c * work.w_stride, 0, 2);
+}
+
 // Row by row, since rows of the output are often whole pages apart: a cache line that is left half written would be gone
 // from the caches when its other half comes.
 template <class T>
@@ -154,6 +160,7 @@ TARGET void multiply_bf16(const Work<BFloat16>& work) {
     for (int c = 0; c < C; ++c) sums[m][c] = work.first ? Vec{} : load(work.sums + (m * C + c) * TILE);
   for (int64_t p = 0; p < work.words; ++p) {
     if (work.prefetch) prefetch<C>(work, p);
+    if (p < work.later_lines) prefetch_later<C>(work, p);
     Vec w[C];
 #pragma GCC unroll 3
     for (int c = 0; c < C; ++c) w[c] = load(work.w + c * work.w_stride + p * TILE);

@@ -15,6 +15,7 @@ constexpr int64_t TILED_BLOCK_BYTES = 5 << 18;   // of activations, with tile re
 constexpr int64_t MANY_ROWS = 256;               // from here on sums are the limit with tile registers, not the weights
 constexpr int64_t FEW_ROWS = 4;                  // up to here memory is the limit, where weights come from there
 constexpr int64_t CACHED_BYTES = 1 << 20;        // weights of so many or fewer are those of a model that stays in caches
+constexpr int64_t SPREAD_ROWS = 32;               // from here on the next weights are fetched while these are used
 constexpr int64_t GRAIN_FLOPS = 1 << 18;         // for less, waking a thread takes longer than the work
 constexpr int64_t PIECES = 8;                    // of the columns, for each thread
 
@@ -137,7 +138,8 @@ struct Problem {
   int64_t block;   // of a block of rows
   int64_t cols;    // column tiles of a micro kernel,
   int64_t piece;   // of a piece of the columns
-  bool prefetches;
+  bool prefetches;  // its own weights, while the first row group takes them,
+  bool spreads;     // and the next ones, in all row groups
 };
 
 template <class T>
@@ -161,7 +163,7 @@ void multiply_block(const KernelsOf<T>& kernels, const Problem<T>& problem, Work
     const bool last = word + words == problem.words;
     const auto* later = last ? next : w + (word + words) * TILE;
     const int64_t later_words = std::min(problem.chunk, last ? problem.words : problem.words - word - words);
-    const int64_t later_lines = (later_words + groups - 1) / groups;
+    const int64_t later_lines = problem.spreads ? (later_words + groups - 1) / groups : 0;
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t m = std::min(problem.group, rows - g * problem.group), start = row + g * problem.group;
       const bool direct = start < problem.first_packed;
@@ -238,6 +240,7 @@ Problem<T> problem_of(const KernelsOf<T>& kernels, const Operands<T>& of, int64_
       .cols = cols,
       .piece = threads == 1 ? tiles : (tiles / (PIECES * threads) + cols) / cols * cols,
       .prefetches = !tiled || rows > FEW_ROWS,
+      .spreads = tiled || rows >= SPREAD_ROWS,
   };
 }
 
