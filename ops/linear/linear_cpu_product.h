@@ -15,7 +15,7 @@ constexpr int64_t TILED_BLOCK_BYTES = 5 << 18;   // of activations, with tile re
 constexpr int64_t MANY_ROWS = 256;               // from here on sums are the limit with tile registers, not the weights
 constexpr int64_t FEW_ROWS = 4;                  // up to here memory is the limit, where weights come from there
 constexpr int64_t CACHED_BYTES = 1 << 20;        // weights of so many or fewer are those of a model that stays in caches
-constexpr int64_t SPREAD_ROWS = 32;               // from here on the next weights are fetched while these are used
+constexpr int64_t SPREAD_ROWS = 24;               // from here on the next weights are fetched while these are used
 constexpr int64_t GRAIN_FLOPS = 1 << 18;         // for less, waking a thread takes longer than the work
 constexpr int64_t PIECES = 8;                    // of the columns, for each thread
 
