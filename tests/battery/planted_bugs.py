@@ -376,6 +376,8 @@ _PLANTED = """
             DraftPlanner.takes_drafts: self.account.end_rest(self._kind, self._num_rests) => ...
         empty plans rest
             DraftPlanner.plan_next: self._num_rests += 1 => ...
+        tokens of short prompts are no tokens of a step that decodes
+            DraftPlanner.record: num_tokens - num_requests => num_drafts
     scheduling.decode_costs, COSTS
         steps with drafts and plain ones have one ratio
             _Curves.key: num_drafts.bit_length() => 0
