@@ -161,11 +161,16 @@ class _Curves:
 
     @staticmethod
     def _curve(size: int, measured: Measured) -> list[float]:
-        """Seconds by number of tokens, on lines between those measured. More tokens never take less."""
+        """Seconds by number of tokens, on lines between those measured.
+
+        None takes longer than one of as many requests and tokens or more: other programs make steps slower, not faster.
+        """
         points: dict[int, float] = {}
-        for (own, tokens), seconds in sorted(measured.items()):
+        for own, tokens in sorted(measured):
             if own >= size and tokens > max(points, default=0):
-                points[tokens] = max(seconds, *points.values()) if points else seconds
+                points[tokens] = min(
+                    seconds for (others, more), seconds in measured.items() if others >= own and more >= tokens
+                )
         first = next(iter(points))
         curve, before = [points[first]] * (first + 1), first
         for tokens, seconds in points.items():

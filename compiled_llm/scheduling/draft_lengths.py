@@ -109,7 +109,7 @@ def lengths(
         chances: that one more draft of it is right.
         available: its drafts.
         num_requests: of the step, those without drafts included.
-        seconds: of the step with so many drafts, which are never fewer with more; infinite where there is no room.
+        seconds: of the step with so many drafts; infinite where there is no room.
         most: drafts of the step.
         nodes: of each request whose drafts are a tree the chance of each to be right, falling; else nothing.
     """

@@ -234,8 +234,8 @@ class DraftPlanner:
             known = counts.num_accepted_by_position
             counts.num_accepted_by_position = (*[number + 1 for number in known[:count]], *known[count:])
 
-    def record(self, result: StepResult, num_requests: int, num_accepted: int) -> None:
-        """A step of so many requests is done, of whose drafts so many were accepted."""
+    def record(self, result: StepResult, num_requests: int, num_tokens: int, num_accepted: int) -> None:
+        """A step of so many requests and tokens is done, of whose drafts so many were accepted."""
         bucket, drafting, counts = result.bucket, result.draft_seconds, self.running_set.counts
         counts.draft_seconds += drafting
         self._computes_prompts = bucket.kind != "decode"
@@ -247,7 +247,8 @@ class DraftPlanner:
             return
         num_drafts, seconds, costs = len(result.sampled_token_ids) - num_requests, result.seconds - drafting, self.costs
         samples = self._kind[1] if self._adapts else _samples(self.running_set.running)
-        costs.record(num_requests, num_drafts, seconds, samples)
+        num_more = num_tokens - num_requests  # drafts, and tokens of prompts that are so short
+        costs.record(num_requests, num_more, seconds, samples)
         if num_drafts:
             plain = costs.device(num_requests, 0, samples) + costs.host(num_requests, False)
             took = seconds + costs.host(num_requests, True)
@@ -256,7 +257,7 @@ class DraftPlanner:
         if self.running_set.running:  # else nobody knows when the next step begins
             network = drafting if result.draft_token_ids is not None else 0.0
             reads, gained = not self._drafted_before, self._gained(num_accepted, num_requests)
-            alike, has_drafts = costs.key(num_requests, num_drafts), num_drafts > 0
+            alike, has_drafts = costs.key(num_requests, num_more), num_drafts > 0
             self._done = DoneStep(
                 self._kind, num_requests, alike, has_drafts, seconds, network=network, reads=reads, gained=gained
             )

@@ -279,7 +279,8 @@ class Scheduler:
         if self.drafts is not None:
             if drafts:
                 self.drafts.take(requests, drafts)
-            self.drafts.record(result, len(requests), self.counts.num_accepted_draft_tokens - num_accepted)
+            num_accepted = self.counts.num_accepted_draft_tokens - num_accepted
+            self.drafts.record(result, len(requests), output.num_tokens, num_accepted)
         return advanced
 
     def _enter_scores(self, requests: list[Request], output: SchedulerOutput, logprobs: Sequence[float]) -> None:

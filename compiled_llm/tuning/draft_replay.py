@@ -131,10 +131,11 @@ def replay(
         if bucket.kind == "decode"
     }
     num_blocks = limits.max_num_seqs * (limits.blocks_per_request + 1)
-    measured = tuple(costs.items()) if seconds else ()
-    # Where one graph serves all sizes, a step computes its own.
+    # Where one graph serves all sizes, a step computes its own. What such a step takes follows from all that is known,
+    # with drafts and without.
     pads = not limits.mixes_lens
-    known = DecodeCosts(measured, pads=pads)
+    measured = tuple((costs if pads else {**seconds, **costs}).items()) if seconds else ()
+    expected = DecodeCosts(measured, pads=pads)
     scheduler = Scheduler(
         limits, BlockPool(num_blocks), drafter=source, decode_seconds=measured, costs=StepCosts(pads=pads)
     )
@@ -147,8 +148,8 @@ def replay(
         bucket = choose_bucket(buckets, output)
         num_requests = len(output.request_ids)
         step_seconds = 0.0
-        if known and bucket.kind == "decode":
-            step_seconds = known.device(num_requests, output.num_tokens - num_requests, samples=False)
+        if expected and bucket.kind == "decode":
+            step_seconds = expected.device(num_requests, output.num_tokens - num_requests, samples=False)
         running = [served[name] for name in output.request_ids]
         starts = zip(running, output.num_computed_tokens, strict=True)
         has_prompts = any(start < len(one.request.prompt_token_ids) for one, start in starts)

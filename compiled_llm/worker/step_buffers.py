@@ -1,6 +1,6 @@
 """SchedulerOutput -> StepInput and SamplingInput, in buffers of fixed size and address, padded to a bucket.
 
-On a CPU, where one graph serves all sizes, a step has its own size: nothing computes padding.
+On a CPU, where one graph serves all sizes, a step has its own size: it computes no padding, or little with drafts.
 
 What stays the same while a request runs (its row of the block table, its sampling parameters) is in ``RequestRows``
 and is written once. What changes with each step is written into a bucket's ``StepBuffers``.
@@ -18,7 +18,7 @@ from compiled_llm.models.inputs import BlockTable, StepInput
 from compiled_llm.ops.recurrent.state_rows import SINK_SLOT, StateRows
 from compiled_llm.ops.torch_private import DynamicSize, mark_dynamic_size
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
-from compiled_llm.scheduling.bucket import Bucket, buckets_of
+from compiled_llm.scheduling.bucket import Bucket, buckets_of, own_sizes
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.state_pool import MOST_SNAPSHOTS
 from compiled_llm.scheduling.window_pool import stream_of
@@ -102,7 +102,7 @@ class StepBuffers:
         pads: whether a step computes all of the bucket, as a graph of its size does.
 
     Attributes:
-        step_input, sampling_input: views on the device at fixed addresses; without padding, once ``fill`` was called,
+        step_input, sampling_input: views on the device at fixed addresses; once ``fill`` was called, of ``own_sizes``,
             unless ``pads``.
         feedback: ``[T]`` int32 on the device: for each token the logits row of the step before that samples it, or -1
             where ``input_ids`` has it.
@@ -149,7 +149,7 @@ class StepBuffers:
         # By the id of a host buffer's arrays: the rows of the requests whose step it has, how many tokens of each, all
         # sampled at, and how many changes of block tables it has seen.
         self._held: dict[int, tuple[np.ndarray | None, tuple[int, ...], int]] = {}
-        # And how many of its tokens, requests and logits rows are not padding.
+        # And behind how many of its tokens, requests and logits rows all is padding.
         self._filled: dict[int, tuple[int, int, int]] = {}
         self.clear()
 
@@ -175,15 +175,6 @@ class StepBuffers:
         own = self._inputs.first(*_sizes_of(tokens, requests, rows))
         self.step_input, self.sampling_input, self.feedback = own
         self.num_tokens = tokens
-
-    def _sizes_for(self, tokens: int, requests: int, rows: int) -> tuple[int, int, int]:
-        """The sizes of a step without padding; with drafts, of some padding: a step of a size that is new takes longer.
-
-        So of each power of two there are four sizes.
-        """
-        if self.bucket.kind != "decode" or rows == requests:
-            return tokens, requests, rows
-        return min(_rounded(tokens), self.bucket.num_tokens), requests, min(_rounded(rows), self.bucket.num_rows)
 
     def _fields(self, limits: EngineLimits) -> Fields:
         """Sizes and dtypes of all that a step on a CPU is given."""
@@ -314,11 +305,11 @@ class StepBuffers:
         if self._has_trees:
             self._fill_trees(fields, output, ends - counts)
         own = total, n, num_rows
-        taken = self._all if self._pads else self._sizes_for(*own)
+        taken = self._all if self._pads else own_sizes(self.bucket, *own)
         if taken != own:
             self._pad(fields, *own)
         else:
-            before = self._filled.get(id(fields), own)
+            before = self._filled[id(fields)]  # what is left of it lies behind this step's, where nothing reads it
             self._filled[id(fields)] = max(total, before[0]), max(n, before[1]), max(num_rows, before[2])
         self._take(*taken)
         self._copy()
@@ -489,12 +480,6 @@ class StepBuffers:
 def _sizes_of(tokens: int, requests: int, rows: int) -> tuple[int, int, int, int]:
     """For ``SizedInputs``: those of fields of logits rows, tokens, and requests, and of ``query_start_loc``."""
     return rows, tokens, requests, requests + 1
-
-
-def _rounded(count: int) -> int:
-    """``count``, rounded up to three binary digits."""
-    step = 1 << max(0, count.bit_length() - 3)
-    return -(-count // step) * step
 
 
 def logits_rows(output: SchedulerOutput) -> tuple[np.ndarray, np.ndarray]:

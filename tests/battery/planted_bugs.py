@@ -175,6 +175,7 @@ DRAFTED = Checks(
     load_torch=True,
 )
 ACCOUNT = Checks(("tests/scheduling/test_draft_account.py",), load_torch=False)
+BUCKETS = Checks(("tests/scheduling/test_bucket.py",), load_torch=False)
 COSTS = Checks(("tests/scheduling/test_decode_costs.py",), load_torch=False)
 PLANNER = Checks(("tests/scheduling/test_draft_planner.py",), load_torch=False)
 DRAFTERS = Checks(("tests/drafting/test_suffix.py",), load_torch=False)
@@ -375,6 +376,8 @@ _PLANTED = """
             DraftPlanner.takes_drafts: self.account.end_rest(self._kind, self._num_rests) => ...
         empty plans rest
             DraftPlanner.plan_next: self._num_rests += 1 => ...
+        tokens of short prompts are no tokens of a step that decodes
+            DraftPlanner.record: num_tokens - num_requests => num_drafts
     scheduling.decode_costs, COSTS
         steps with drafts and plain ones have one ratio
             _Curves.key: num_drafts.bit_length() => 0
@@ -681,9 +684,12 @@ _PLANTED = """
             Request.prompt_targets: start + count + 1 => start + count
         the context is scored too
             Request.prompt_targets: max(self.num_scored, start + 1) => start + 1
-    worker.step_buffers, TAGS
+    scheduling.bucket, BUCKETS
         steps of fewer sizes than they have leave out tokens
             _rounded: -(-count // step) * step => count // step * step
+        a step is larger than its bucket
+            own_sizes: min(_rounded(num_tokens), bucket.num_tokens) => _rounded(num_tokens)
+    worker.step_buffers, TAGS
         what fills a rounded size is of the step before
             StepBuffers.fill: self._pad(fields, *own) => ...
         padding writes to the first block that is handed out

@@ -47,14 +47,23 @@ def test_a_step_of_its_own_size_is_on_the_line_between_those_measured() -> None:
     def device(num_requests: int, *drafts: int) -> list[float]:
         return [costs.device(num_requests, count, samples=False) for count in drafts]
 
-    assert device(1, 0, 1, 2, 3, 5, 7) == [10.0, 11.0, 12.0, 13.0, 13.0, 13.0], "more tokens never take less"
-    assert device(3, 0, 3, 5) == [12.0, 13.0, 13.0], "on the curve of one request, as far as that goes"
-    assert device(3, 7, 9, 10) == [pytest.approx(13.0 + 27.0 / 2), 40.0, math.inf], "then on that of four"
+    assert device(1, 0, 1, 2, 3, 5, 7) == [10.0, 11.0, 11.5, 12.0, 12.0, 12.0], "fewer tokens never take longer"
+    assert device(3, 0, 3, 5) == [11.5, 12.0, 12.0], "on the curve of one request, as far as that goes"
+    assert device(3, 7, 9, 10) == [26.0, 40.0, math.inf], "then on that of four"
     assert device(4, 0, 4) == [16.0, 28.0]
     assert device(6, 0) == [22.0]
     assert costs.device(1, 0, samples=True) == 10.0
     from_eight = DecodeCosts([((8, 8), 16.0), ((8, 16), 20.0)], pads=False)
     assert from_eight.device(3, 0, samples=False) == from_eight.device(8, 0, samples=False) == 16.0
+
+
+def test_what_was_slow_by_chance_is_no_longer_than_larger_steps() -> None:
+    """After the first slow step of a batch size, the start takes those of more drafts to last in proportion."""
+    slow = [((1, 1), 1.0), ((1, 2), 2.0), ((1, 4), 4.0), ((1, 16), 16.0), ((8, 8), 1.5), ((8, 16), 2.0)]
+    costs = DecodeCosts(slow, pads=False)
+    found = {drafts: costs.device(1, drafts, samples=False) for drafts in (0, 1, 3, 15)}
+    assert found == {0: 1.0, 1: 1.5, 3: 1.5, 15: 2.0}
+    assert costs.device(4, 0, samples=False) == costs.device(8, 0, samples=False) == 1.5
 
 
 def test_own_sizes_learn_from_those_that_are_about_as_large() -> None:
