@@ -1,7 +1,7 @@
 """What the products of a step take on this CPU with weights of each kind, beside the model's dtype.
 
 For each kind the model's linear layers are made with constants in the place of weights, so no checkpoint is read: all
-of a small model, of a large one a part, of each size as many of a hundred, with more bytes than caches hold. They run
+of a small model; of a large one the same share of each size, at least one, with more bytes than caches hold. They run
 one after the other, as in a step, in turns with those of the model's dtype. In each round a layer's time is the median
 of those of its size; of the rounds the fastest tenth counts. Ratios of a step are those of the sums over its layers.
 
@@ -149,8 +149,8 @@ class Found(NamedTuple):
         nbytes, plain_nbytes: of the weights that all products read.
         ratios: how many times as fast all products of a step are.
         rounds: that were measured of each step.
-        skip: patterns of ``quantization_skip`` for the layers that are slower at some number of rows; None: all that
-            the kind rounds are, or the checkpoint has them in it.
+        skip: patterns of ``quantization_skip`` for the layers that are slower at some number of rows; None: they cannot
+            be left, since all that the kind rounds are slower, or the checkpoint has them in it.
         skip_ratios: ``ratios`` with these layers left in the model's dtype.
     """
 
@@ -170,7 +170,7 @@ class Found(NamedTuple):
     def arguments(self, skip: Sequence[str] = ()) -> dict[str, Any]:
         """The engine's arguments that choose the kind, with these layers left besides."""
         given = {name: getattr(self.config, name) for name in _ARGUMENTS}
-        given["quantization_skip"] += tuple(skip)
+        given["quantization_skip"] = tuple(dict.fromkeys((*self.config.quantization_skip, *skip)))
         return {name: value for name, value in given.items() if value != getattr(EngineConfig(), name)}
 
 
@@ -220,8 +220,8 @@ def tune(
 
     if made.published and kinds:
         raise ValueError(
-            f"quantization must be left out for a checkpoint that is quantised already, given {', '.join(kinds)}: it "
-            "is measured as it is, and with activations in int8"
+            "quantization and the arguments that belong to it must be left out for a checkpoint that is quantised "
+            f"already, given {', '.join(kinds)}: it is measured as it is, and with activations in int8"
         )
     chosen = kinds or (published_kinds(config) if made.published else all_kinds(config))
     plain = noted(linear_kind(device, dtype, config.exact))
@@ -285,7 +285,7 @@ def with_contents(linear: Any) -> Any:
 
 
 class Cycle:
-    """Layers of all groups, of each as many of a hundred as fit into ``CYCLE_BYTES``, at least one."""
+    """Layers of all groups: of each the share with which all fit into ``CYCLE_BYTES``, but at least one."""
 
     def __init__(self, counts: Sequence[int], layers: Sequence[Layer]) -> None:
         nbytes = sum(count * layer.linear.nbytes for count, layer in zip(counts, layers, strict=True))
@@ -342,9 +342,10 @@ def measure(
         }
         times[step.name] = in_turns(cycles, step, inputs, seconds / len(steps))
     layers = [layer_of(group, place, times) for place, group in enumerate(groups)]
-    kept = [one for one in layers if one.is_slower]
-    are_all = len(kept) == sum(one.group.is_rounded for one in layers)
-    skip = None if config.quantization is None or are_all else skip_patterns(kept, noted)
+    changed = [one for one in layers if one.group.is_rounded]
+    kept = [one for one in changed if one.is_slower]
+    can_be_left = config.quantization is not None and (not kept or len(kept) < len(changed))
+    skip = skip_patterns(kept, changed, noted) if can_be_left else None
     return Found(
         config,
         sum(layer.linear.nbytes for layer in quantised),
@@ -393,13 +394,18 @@ def step_ratios(layers: Sequence[Measured], left: Sequence[Measured] = ()) -> di
     return {step: plain[step] / kind[step] for step in plain}
 
 
-def skip_patterns(kept: Sequence[Measured], noted: Noting) -> tuple[str, ...]:
-    """The fewest words of names that ``quantization_skip`` matches with all parts of ``kept`` and with no other."""
+def skip_patterns(kept: Sequence[Measured], changed: Sequence[Measured], noted: Noting) -> tuple[str, ...]:
+    """The fewest words of names that ``quantization_skip`` matches with all parts of ``kept`` and no other rounded one.
+
+    Args:
+        changed: all that the kind rounds, ``kept`` among them. What it leaves anyway, a pattern may match as well.
+    """
     layers = noted.layers
     places = {place for one in kept for place in one.group.places}
     wanted = [part for place in places for part in layers[place].parts]
-    others = [part for place, layer in enumerate(layers) if place not in places for part in layer.parts]
-    others += noted.expert_parts
+    others = list(noted.expert_parts)
+    for place in {place for one in changed for place in one.group.places} - places:
+        others += layers[place].parts
     patterns: dict[str, None] = {}
     for place in sorted(places):
         for part in layers[place].parts:
@@ -426,22 +432,32 @@ def text_of(result: Result) -> str:
     ]
     rows: list[dict[str, Any]] = []
     for name, one in result.found.items():
-        size = {"weights": name, "MiB": one.nbytes / mib, "of": one.plain_nbytes / mib}
+        size = {"weights": name, "MiB": one.nbytes / mib, f"MiB {result.dtype}": one.plain_nbytes / mib}
         rows.append(size | rounded(one.ratios) | {"never slower": "yes" if one.is_never_slower else "no"})
-    lines += [tables.text_table(rows), "", "One layer of each size:", ""]
-    lines.append(tables.text_table([row for name, one in result.found.items() for row in layer_rows(name, one)]))
+    lines.append(tables.text_table(rows))
+    of_layers = [row for name, one in result.found.items() for row in layer_rows(name, one)]
+    if of_layers:
+        lines += ["", "One layer of each size:", "", tables.text_table(of_layers)]
     if result.expert_bytes:
-        lines += ["", f"Not measured: layers of experts, {result.expert_bytes / mib:,.1f} MiB in {result.dtype}"]
+        experts = f"{result.expert_bytes / mib:,.1f} MiB in {result.dtype}"
+        lines += ["", f"Not measured, and in no figure or advice here: layers of experts, {experts}"]
     for name, one in result.found.items():
         lines += ["", *advice(name, one, result.dtype)] if any(layer.is_slower for layer in one.layers) else []
-    lines.append("")
-    if result.fastest is None:
-        lines.append(f"Each of these is slower at some number of rows: keep {result.dtype}, or leave layers as above")
+    return "\n".join([*lines, "", *(verdict(result) if of_layers else ["None of the layers here is quantised"])])
+
+
+def verdict(result: Result) -> list[str]:
+    """The last lines: which kind to take."""
+    at_load = all(one.config.quantization is not None for one in result.found.values())
+    slower = "Each of these is slower at some number of rows"
+    if result.fastest is not None:
+        said = f"The fastest of those that are never slower here: {flags(result.found[result.fastest].arguments())}"
+    elif at_load:
+        left = ", or leave layers as above" if any(one.skip for one in result.found.values()) else ""
+        said = f"{slower}: keep {result.dtype}{left}"
     else:
-        said = flags(result.found[result.fastest].arguments()) or "as it is"
-        lines.append(f"The fastest of those that are never slower here: {said}")
-    lines.append("`compiled-llm report weights` says what a kind costs in quality")
-    return "\n".join(lines)
+        said = f"{slower}: load the model before it was quantised, in {result.dtype}"
+    return [said, "`compiled-llm report weights` says what a kind costs in quality"] if at_load else [said]
 
 
 def layer_rows(name: str, found: Found) -> list[dict[str, Any]]:
@@ -466,7 +482,8 @@ def rounded(ratios: Mapping[str, float]) -> dict[str, float]:
 
 def label(layer: Layer) -> str:
     """The last words of the names of its parts."""
-    return ",".join(dict.fromkeys(part.name.rpartition(".")[2] for part in layer.parts))
+    said = ",".join(dict.fromkeys(part.name.rpartition(".")[2] for part in layer.parts))
+    return f"{said} (head)" if layer.parts[0].also else said  # a tied one has the embedding's name
 
 
 def advice(name: str, found: Found, dtype: str) -> list[str]:
@@ -515,7 +532,7 @@ def as_json(result: Result) -> dict[str, Any]:
             "rounds": one.rounds,
             "never_slower": one.is_never_slower,
             "arguments_never_slower": None if one.skip is None else one.arguments(one.skip),
-            "ratios_never_slower": rounded(one.skip_ratios),
+            "ratios_never_slower": None if one.skip is None else rounded(one.skip_ratios),
             "layers": [layer(each) for each in one.layers],
         }
 

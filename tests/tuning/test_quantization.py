@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import torch
 
 from compiled_llm.__main__ import main
 from compiled_llm.api.config import QUANTIZATIONS, EngineConfig
+from compiled_llm.checkpoint.model_files import DEMO_MODEL
+from compiled_llm.checkpoint.shapes import SHAPES
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.tuning import quantization
 from compiled_llm.tuning.quantization import Cycle, Group, Layer, Measured, Noting, Step
 
-DEMO = Path("compiled_llm/demo_model/config.json").resolve()
+DEMO: dict[str, Any] = json.loads((DEMO_MODEL / "config.json").read_text())
 COMMAND = ["tune", "quantization", "--seconds", "0"]
 IN_GROUPS = {
     "quant_method": "compressed-tensors",
@@ -75,6 +78,20 @@ def test_what_is_left_makes_no_layer_slower_again(monkeypatch: pytest.MonkeyPatc
     assert again.ratios == first.skip_ratios
 
 
+def test_layers_that_are_left_already_make_no_pattern_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pattern may match them too."""
+    with_times(monkeypatch, {"down_proj 8 rows": 2.0})
+    found = found_of(quantization_skip=("layers.0",)).found["int8"]
+    assert found.skip == ("down_proj",)
+    assert found.arguments(found.skip)["quantization_skip"] == ("layers.0", "down_proj")
+
+
+def test_a_layer_of_which_a_part_is_left_already_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_times(monkeypatch, {"q_proj 8 rows": 2.0})
+    found = found_of(quantization_skip=("q_proj",)).found["int8"]
+    assert found.arguments(found.skip or ())["quantization_skip"] == ("q_proj", "k_proj", "v_proj")
+
+
 def test_a_kind_that_is_slower_everywhere_has_nothing_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("embed_tokens", "q_proj", "o_proj", "gate_proj", "down_proj")
     with_times(monkeypatch, {f"{word} 1 row": 3.0 for word in words})
@@ -83,7 +100,8 @@ def test_a_kind_that_is_slower_everywhere_has_nothing_to_leave(monkeypatch: pyte
     text = quantization.text_of(result)
     assert "int8: layers with 100% of the bytes are slower than in bfloat16" in text
     assert "which are all that it rounds" in text
-    assert "keep bfloat16" in text
+    assert "keep bfloat16\n" in text, "no layers are named that could be left"
+    assert quantization.as_json(result)["kinds"]["int8"]["ratios_never_slower"] is None
 
 
 def test_the_fastest_is_chosen_among_those_that_are_never_slower(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,8 +138,9 @@ def test_patterns_match_no_other_layer() -> None:
 
     def patterns(*places: int) -> tuple[str, ...]:
         layer = noting.layers[places[0]]
-        measured = Measured(Group(places, layer, layer), {}, {}, {})
-        return quantization.skip_patterns([measured], noting)
+        kept = Measured(Group(places, layer, layer), {}, {}, {})
+        others = tuple(place for place in range(4) if place not in places)
+        return quantization.skip_patterns([kept], [kept, Measured(Group(others, layer, layer), {}, {}, {})], noting)
 
     assert patterns(0, 2) == ("down_proj",)
     assert patterns(2) == ("shared.down_proj",)
@@ -188,12 +207,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert sum(layer["count"] for layer in one["layers"]) == 17
         assert sum(layer["count"] * layer["nbytes"] for layer in one["layers"]) == one["nbytes"] < one["plain_nbytes"]
     assert "gate_proj,up_proj" in printed
+    assert "embed_tokens (head)" in printed
+
+
+def directory_of(tmp_path: Path, config: Mapping[str, Any]) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
 
 
 def quantised_directory(tmp_path: Path) -> Path:
-    config = json.loads(DEMO.read_text()) | {"tie_word_embeddings": False, "quantization_config": IN_GROUPS}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
+    return directory_of(tmp_path, DEMO | {"tie_word_embeddings": False, "quantization_config": IN_GROUPS})
 
 
 def test_a_quantised_checkpoint_is_measured_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,6 +230,35 @@ def test_a_quantised_checkpoint_is_measured_as_it_is(tmp_path: Path, capsys: pyt
     for one in result["kinds"].values():
         assert [layer["rounded"] for layer in one["layers"] if "lm_head" in layer["layers"]] == [False]
         assert one["arguments_never_slower"] is None
+
+
+def test_a_quantised_checkpoint_that_is_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_times(monkeypatch, {f"{word} 1 row": 3.0 for word in ("q_proj", "o_proj", "gate_proj", "down_proj")})
+    model = EngineConfig(model=str(quantised_directory(tmp_path)))
+    text = quantization.text_of(quantization.tune(model, {}, [1], 0, 0))
+    assert text.endswith("at some number of rows: load the model before it was quantised, in bfloat16")
+
+
+def test_a_checkpoint_of_which_the_experts_alone_are_quantised(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 16, "num_local_experts": 4, "vocab_size": 256}
+    mxfp4 = {"quantization_config": {"quant_method": "mxfp4"}}
+    model = directory_of(tmp_path, SHAPES["gpt-oss-20b-2l"] | sizes | mxfp4)
+    assert main([*COMMAND, "--model", str(model), "--rows", "1", "--prompt-tokens", "0"]) == 0
+    *printed, line = capsys.readouterr().out.splitlines()
+    result = json.loads(line)
+    assert result["expert_nbytes"] == 2 * 4 * ((128 * 64 + 128) + (64 * 64 + 64)) * 2
+    assert {layer["rounded"] for layer in result["kinds"]["checkpoint"]["layers"]} == {False}
+    assert printed[-1] == "None of the layers here is quantised"
+
+
+def test_all_layers_may_be_left(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--quantization", "int8", "--quantization-skip", "*", "--rows", "1"]) == 0
+    *printed, line = capsys.readouterr().out.splitlines()
+    assert set(json.loads(line)["kinds"]["int8"]["ratios"].values()) == {1.0}
+    assert printed[-1] == "None of the layers here is quantised"
 
 
 def test_other_kinds_of_a_quantised_checkpoint_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
