@@ -17,7 +17,7 @@ from compiled_llm.scheduling.costs import moved
 # differs by more than a factor of two counts as that factor, so that one slow step does not keep others away for long.
 _LEAST_WEIGHT, _MOST_CHANGE = 0.1, 2.0
 # With each step, the ratios of steps of as many requests, but more or fewer drafts, move by this share to that share of
-# its own: so what was slow for a while is tried again.
+# its own: so what was slow for a while, or at the start, is tried again.
 _FORGETTING, _OPTIMISM = 0.001, 0.8
 _FORGETTING_HOST = 0.05  # the same of the host's seconds, which single steps are far off
 _FIRST_OF_HOST = 0.1  # of the first seconds of the host that are more than 0, so that a single slow step is not all
@@ -68,17 +68,18 @@ class DecodeCosts:
         """
         start = self._start[samples]
         size, drafts = start.key(num_requests, num_drafts)
-        known = self._ratios[samples].get(size)
-        if known is None:
-            return start.seconds(num_requests, num_drafts)
-        return start.seconds(num_requests, num_drafts) * self._ratio(known, drafts)
+        return start.seconds(num_requests, num_drafts) * self._ratio(self._ratios[samples].get(size, {}), drafts)
 
     @staticmethod
     def _ratio(known: Mapping[int, tuple[float, int]], drafts: int) -> float:
-        """Of steps that were not seen, it is that of those with fewer drafts."""
+        """Of steps that were not seen, it is that of those with fewer drafts, and less the more of these ran."""
         if drafts in known:
             return known[drafts][0]
-        return next((known[fewer][0] for fewer in sorted(known, reverse=True) if fewer < drafts), 1.0)
+        fewer = max((each for each in known if each < drafts), default=None)
+        if fewer is None:
+            return 1.0
+        ratio, count = known[fewer]
+        return ratio * (_OPTIMISM + (1.0 - _OPTIMISM) * (1.0 - _FORGETTING) ** count)
 
     def host(self, num_requests: int, has_drafts: bool) -> float:
         """Seconds from a step's beginning to that of the next one, without those of the device and looks for drafts."""

@@ -386,6 +386,8 @@ _PLANTED = """
         a step of its own size is expected to take what its requests take
             _Curves.seconds: num_requests + num_drafts => num_requests
     scheduling.draft_account, ACCOUNT
+        the first plain steps behind drafts are measured
+            _Steps.enter_plain: self.num_before >= SETTLED => True
         what drafts cost counts as saved
             _Steps.enter: step.gained * self.plain - max(0.0, seconds - self.plain)
                 => step.gained * self.plain + max(0.0, seconds - self.plain)

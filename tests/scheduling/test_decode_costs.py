@@ -33,10 +33,13 @@ def test_steps_that_were_not_seen_are_as_much_slower_as_those_with_fewer_drafts(
     costs = DecodeCosts([((1, 1), 1.0), ((1, 2), 2.0), ((1, 4), 3.0)])
     for _ in range(100):
         costs.record(1, 0, 1.5)
-    assert costs.device(1, 1, samples=False) == pytest.approx(3.0, rel=0.01)
+    assert costs.device(1, 1, samples=False) == pytest.approx(3.0, rel=0.03)
     for _ in range(100):
         costs.record(1, 1, 2.0)
-    assert costs.device(1, 2, samples=False) == pytest.approx(3.0, rel=0.01)
+    assert costs.device(1, 2, samples=False) == pytest.approx(3.0, rel=0.03)
+    for _ in range(10_000):
+        costs.record(1, 1, 2.0)
+    assert costs.device(1, 2, samples=False) == pytest.approx(0.8 * 3.0, rel=0.01), "so that they are tried some day"
 
 
 def test_a_step_of_its_own_size_is_on_the_line_between_those_measured() -> None:
@@ -72,12 +75,12 @@ def test_own_sizes_learn_from_those_that_are_about_as_large() -> None:
         costs.record(3, 0, 26.0)
         costs.record(4, 0, 28.0)
     assert costs.device(4, 0, samples=False) == pytest.approx(28.0, rel=0.01)
-    assert costs.device(4, 3, samples=False) == pytest.approx(34.0, rel=0.01), "as much slower as without drafts"
+    assert costs.device(4, 3, samples=False) == pytest.approx(34.0, rel=0.02), "as much slower as without drafts"
     assert costs.device(2, 0, samples=False) == 12.0
     assert costs.device(5, 0, samples=False) == 15.0
     costs.record(4, 3, 20.0)
     assert costs.device(4, 2, samples=False) == pytest.approx(16 * (2.0 + 20 / 17) / 2, rel=0.01), "half of the first"
-    assert costs.device(4, 1, samples=False) == pytest.approx(30.0, rel=0.01)
+    assert costs.device(4, 1, samples=False) == pytest.approx(30.0, rel=0.02)
     for _ in range(9):
         costs.record(4, 3, 2000.0)
     assert costs.device(4, 3, samples=False) < 20 * 2.0**4, "one slow step does not count for more than twice"
