@@ -28,8 +28,10 @@ _LEAST_KNOWN = 3  # plain steps before anything is looked for
 # a CPU they took 1.46, 1.22, 1.12, 1.06 and 1.03 times as long.
 SETTLED = 4
 # Steps since a plain one was measured. After so many of them, those in which a look found nothing are taken for plain,
-# on a CPU; after so many, nothing is looked for until one was measured.
-_STALE, _TOO_OLD = 64, 256
+# on a CPU; after so many, nothing is looked for until some were measured. The first ones that were are not much to go
+# by, such as those of an engine that has just started: after them it is sooner.
+_STALE, _TOO_OLD, _TOO_OLD_AT_FIRST = 64, 256, 32
+_AT_FIRST, _WEIGHT_AT_FIRST = 9, 0.3  # plain steps that were measured, and the share by which one moves their average
 # A step moves the average of those like it by this share, at first by more, and counts as so many times that at most.
 _LEAST_WEIGHT, _MOST_TIMES = 0.1, 2.0
 
@@ -79,6 +81,7 @@ class _Steps:
         num_before: the last steps, as far as they had no drafts.
         age: steps since the last plain one that was measured.
         num_due: plain steps that are to be measured before any rest.
+        num_new: plain steps that are to be measured before more is looked for.
         balance: plain steps that may be lost. What a network takes to compute tokens that it lacks, such as prompts, is
             not entered: one that has read a prompt goes on as long as its drafts save more than they take.
         with_reading: the same, with what that takes: a network reads other prompts only if this is above 0.
@@ -92,6 +95,7 @@ class _Steps:
     num_before: int = 0
     age: int = 0
     num_due: int = 0
+    num_new: int = 0
     balance: float = MOST
     with_reading: float = MOST
     others: dict[tuple[Key, bool], tuple[float, int]] = dataclasses.field(default_factory=dict)
@@ -108,14 +112,18 @@ class _Steps:
                 self.plain = seconds  # those before were slow for no reason that stays
             else:
                 bounded = min(max(seconds, self.plain / _MOST_TIMES), _MOST_TIMES * self.plain)
-                self.plain += max(_LEAST_WEIGHT, 1.0 / (self.num_plain + 2)) * (bounded - self.plain)
+                weight = _WEIGHT_AT_FIRST if self.num_plain < _AT_FIRST else _LEAST_WEIGHT
+                self.plain += weight * (bounded - self.plain)
             self.num_plain, self.age, self.num_due = self.num_plain + 1, 0, max(0, self.num_due - 1)
+            self.num_new = max(0, self.num_new - 1)
         self.num_before += 1
         self.add(SHARE)
 
     def enter(self, step: DoneStep) -> None:
         """A step that is not plain."""
         self.age += 1
+        if self.age >= (_TOO_OLD_AT_FIRST if self.num_plain < _AT_FIRST else _TOO_OLD):
+            self.num_new = _LEAST_KNOWN
         self.num_before = 0 if step.has_drafts or step.network else self.num_before + 1
         self.num_due = min(_MOST_DUE, max(self.num_due, self.age))
         key = step.alike, step.has_drafts
@@ -159,7 +167,7 @@ class DraftAccount:
             return False
         if steps.with_reading <= 0.0:  # no plain step in between: the network would have to read again
             return goes_on
-        return steps.age < _TOO_OLD
+        return not steps.num_new
 
     def rest(self, kind: Kind) -> int:
         """How many plain steps of a kind are to follow unmeasured. What they enter is entered now.
@@ -192,7 +200,7 @@ class DraftAccount:
         elif steps is not None:
             steps.enter(step)
             if steps.age >= _STALE and self._one_graph and steps.num_before > SETTLED:
-                steps.plain, steps.age = moved(steps.plain, step.seconds), _STALE
+                steps.plain, steps.age, steps.num_new = moved(steps.plain, step.seconds), _STALE, 0
 
     def enter_reading(self, kind: Kind, seconds: float) -> None:
         """A network took ``seconds`` behind a step that computes prompts. ``kind``: of the decode steps that follow."""

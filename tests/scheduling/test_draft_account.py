@@ -69,14 +69,14 @@ def test_what_pays_is_looked_for_in_every_step_but_one_of_many() -> None:
     run = Run()
     looked = run.steps(1000, look=0.02, drafts=0.1, gained=0.5)
     assert not any(looked[:FIRST]), "nothing is known yet"
-    assert sum(looked) >= 1000 - FIRST - FIRST * 1000 // 256
+    assert sum(looked) >= 1000 - 3 * FIRST - FIRST * 1000 // 256
     assert run.lost < -200
 
 
 def test_a_method_that_pays_is_not_kept_from_it_by_noise() -> None:
     run = Run(noise=0.3)
     looked = run.steps(2000, look=0.01, drafts=0.05, gained=0.4)
-    assert sum(looked) >= 2000 - FIRST - FIRST * 2000 // 256
+    assert sum(looked) >= 2000 - 3 * FIRST - FIRST * 2000 // 256
 
 
 def test_what_stopped_paying_is_soon_left_and_what_began_to_pay_is_found() -> None:
@@ -88,7 +88,7 @@ def test_what_stopped_paying_is_soon_left_and_what_began_to_pay_is_found() -> No
     assert sum(looked[100:]) < 20
     again = run.steps(300, look=0.02, drafts=0.1, gained=1.0)
     assert again.index(True) < 40
-    assert sum(again[60:]) >= 234
+    assert sum(again[60:]) >= 240 - FIRST
 
 
 def test_a_single_slow_step_does_not_matter_much() -> None:
@@ -123,7 +123,7 @@ def test_steps_of_another_kind_have_an_account_of_their_own() -> None:
     run = Run()
     run.steps(300, look=0.5)
     other = Run(run.account, (4, True))
-    assert other.steps(40, look=0.02, gained=1.0)[FIRST:] == [True] * (40 - FIRST)
+    assert other.steps(FIRST + 32, look=0.02, gained=1.0)[FIRST:] == [True] * 32
     assert not run.account.looks(ONE, goes_on=True)
 
 
@@ -155,8 +155,8 @@ def test_a_network_that_was_worth_it_reads_the_next_prompt() -> None:
         account.enter_reading(ONE, 20 * PLAIN)
         assert not account.looks(ONE, goes_on=False)
         for _ in range(60):
-            assert account.looks(ONE, goes_on=True)
-            account.enter(network)
+            plain = DoneStep(ONE, 1, ALIKE, has_drafts=False, seconds=PLAIN)
+            account.enter(network if account.looks(ONE, goes_on=True) else plain)
         assert account.looks(ONE, goes_on=False)
 
 
@@ -291,6 +291,17 @@ def test_the_first_plain_steps_behind_drafts_are_not_taken_for_what_they_take() 
     assert account._steps[ONE].plain == PLAIN
     account.enter(plain._replace(seconds=1.1 * PLAIN))
     assert PLAIN < account._steps[ONE].plain < 1.05 * PLAIN
+
+
+def test_what_plain_steps_took_at_the_start_is_soon_measured_again() -> None:
+    """An engine's first steps are slow: drafts that cost 1.3 plain ones and save 1.1 must not seem to pay for long."""
+    run = Run()
+    run.pace = 1.3
+    run.steps(FIRST)
+    run.pace = 1.0
+    looked = run.steps(600, look=0.1 * PLAIN, drafts=1.2 * PLAIN, gained=1.1)
+    assert any(looked[:40])
+    assert sum(looked[200:]) < 45
 
 
 def test_a_look_that_found_nothing_is_no_step_with_drafts() -> None:

@@ -248,7 +248,7 @@ def test_a_step_lasts_until_the_next_one_begins_without_looks_and_the_device(mon
         max_num_seqs=1,
         max_model_len=200,
     )
-    (request,) = add(scheduler, make_request("x", 5, 150))
+    (request,) = add(scheduler, make_request("x", 5, 130))
     tokens, buckets = expected_tokens(request.prompt_token_ids, 160), buckets_of(scheduler.limits)
     num_drafted = 0
     while scheduler.has_unfinished_requests():
