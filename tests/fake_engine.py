@@ -145,7 +145,7 @@ def make_scheduler(
         tier_slots=range(num_swap_slots + 1, num_swap_slots + num_tier_slots + 1),
         on_disk=disk,
         drafter=source,
-        **(arguments or {}),
+        **({"costs": StepCosts(pads=not one_graph)} | (arguments or {})),
     )
 
 

@@ -23,6 +23,7 @@ from compiled_llm.models.registry import family_of
 _THREADS = 32  # that look at files, and wait for others that read the same ones
 _READERS = 4  # of these, at a time: reading takes cores from steps
 _FRESH_SECONDS = 1.0  # since its files were looked at, in which ``begin`` takes an adapter to be unchanged
+_CLOCK_STEP_NS = 20_000_000  # no less than the time of files goes on at once: 10 ms, before Linux 6.13
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +141,7 @@ class HostAdapters:
     def _read(self, name: str, path: Path, before: Stamp) -> tuple[Stamp, Adapter]:
         """The adapter, and the stamp of its files. They are read again where they were exchanged meanwhile."""
         for _ in range(_MOST_READS):
+            _wait_for_the_next_time(before)
             try:
                 adapter = read_adapter(name, path, self._places, self._most_rank, self._whole)
             except ValueError:
@@ -168,6 +170,13 @@ class HostAdapters:
         for name, whole in self._whole.items():
             if whole.matrices is not None:
                 whole.matrices.put(slot, adapter.matrices.get(name))
+
+
+def _wait_for_the_next_time(stamped: Stamp) -> None:
+    """Until a file that is changed gets a later time than these have: else the change would not be seen."""
+    since = time.time_ns() - max(file.changed_ns for file in stamped)
+    if 0 <= since < _CLOCK_STEP_NS:
+        time.sleep((_CLOCK_STEP_NS - since) / 1e9)
 
 
 def adaptable(linears: LinearKind, config: EngineConfig) -> tuple[LinearKind, HostAdapters | None]:

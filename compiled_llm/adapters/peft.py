@@ -7,7 +7,7 @@ import re
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +34,25 @@ _OTHER_TENSORS = {".lora_magnitude_vector": "a DoRA's", ".lora_B.bias": "a bias"
 _SWAPPED_UNTIL = 0, 19  # PEFT's release from which on A of all experts has their inputs where they lie transposed, too
 _ROWS_AT_ONCE = 4096  # of a table that are compared
 
-Stamp = tuple[tuple[int, int, int], ...]
 NO_PLACES: Mapping[str, WholePlace] = types.MappingProxyType({})
+
+
+class FileStamp(NamedTuple):
+    """What changes when a file does.
+
+    Attributes:
+        modified_ns: when its content was last written; copies and archives may bring an older file's time along.
+        changed_ns: when anything of it was last changed; nobody can set that.
+    """
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+    changed_ns: int
+
+
+Stamp = tuple[FileStamp, ...]  # of an adapter's files
 
 
 class Adapter:
@@ -83,7 +100,8 @@ def stamp(directory: Path) -> Stamp:
             status = os.stat(directory / name)
         except (OSError, ValueError) as error:
             raise ValueError(_missing(directory, name, error)) from error
-        stamps.append((status.st_ino, status.st_size, status.st_mtime_ns))
+        times = status.st_mtime_ns, status.st_ctime_ns
+        stamps.append(FileStamp(status.st_dev, status.st_ino, status.st_size, *times))
     return tuple(stamps)
 
 

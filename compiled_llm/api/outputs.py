@@ -141,7 +141,7 @@ class EngineStats:
     """Counts since the engine was made, and its state now. Times in seconds. ``str()`` of it is a table.
 
     Attributes:
-        num_padding_tokens: rows of the buckets that held no token, over all steps.
+        num_padding_tokens: rows of steps that held no token, over all steps.
         num_preemptions: preemptions that threw blocks away (recompute) or copied them to the host (swap).
         num_recomputed_tokens: tokens computed again after a preemption.
         num_swapped_out_tokens, num_swapped_in_tokens: tokens whose keys and values went to the host, and came back.

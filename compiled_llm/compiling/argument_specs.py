@@ -4,6 +4,7 @@ A function compiled ahead of time has no guards, so its arguments are compared w
 Arguments are nested tuples (NamedTuples among them) of tensors, None and numbers.
 """
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -143,14 +144,14 @@ _LONG = 0.1  # seconds of a call: to be bound to its arguments would make it no 
 
 
 class Seen:
-    """Arguments that were compared, and whether they are still what they were then."""
+    """Arguments that were compared, and whether they are still what they were then. ``tensors``: in them, each once."""
 
-    def __init__(self, args: tuple) -> None:
+    def __init__(self, args: tuple, tensors: list[Tensor]) -> None:
         self._args: Any = args
         self._binds = False  # the next call
         self._was_bound = self._ran_bound = False
         self._again: Any = None
-        self._watch(list({id(tensor): tensor for tensor in tensors_in(args)}.values()))  # torch takes each once
+        self._watch(tensors)
 
     def _watch(self, tensors: list[Tensor]) -> None:
         self._tensors = tensors
@@ -217,15 +218,18 @@ class ArgumentCheck:
             sizes = tuple(_at(args, place).shape[dimension] for place, dimension in self._places)
         except (AttributeError, IndexError, TypeError):  # other arguments altogether: what differs is said below
             sizes = ()
-        if sizes in self._seen and self._seen[sizes].has(args):
-            self.last = self._seen[sizes]
+        known = self._seen.pop(sizes, None)  # and comes behind all others, of which the first is left out
+        if known is not None and known.has(args):
+            self.last = self._seen[sizes] = known
             return None
-        found = _difference("argument", self._specs, args, {}, {})
-        if found is None:
-            if sizes not in self._seen and len(self._seen) >= _MOST_SEEN:
-                del self._seen[next(iter(self._seen))]
-            self.last = self._seen[sizes] = Seen(args)
-        return found
+        tensors: dict[int, tuple[int, Tensor]] = {}
+        found = _difference(self._specs, args, {}, tensors)
+        if found is not None:
+            return f"argument{found}"
+        if len(self._seen) >= _MOST_SEEN:
+            del self._seen[next(iter(self._seen))]
+        self.last = self._seen[sizes] = Seen(args, [tensor for _, tensor in tensors.values()])
+        return None
 
 
 def _dynamic_places(specs: Any) -> list[tuple[tuple[int, ...], int]]:
@@ -267,37 +271,46 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else []
 
 
-def _difference(name: str, spec: Any, value: Any, sizes: dict[str, int], indices: dict[int, int]) -> str | None:
-    """What differs. Collects the dynamic ``sizes`` by name, and in ``indices`` the index of each tensor by its id."""
+_device = functools.cache(torch.device)  # which compares faster than its name
+
+
+def _difference(spec: Any, value: Any, sizes: dict[str, int], tensors: dict[int, tuple[int, Tensor]]) -> str | None:
+    """What differs, as it is said behind the name of ``value``.
+
+    Collects the dynamic ``sizes`` by name, and all ``tensors`` by their id, each with its number, from 0. Arguments of
+    new sizes are compared while their step waits: that takes a microsecond or two a tensor.
+    """
     if isinstance(spec, SameTensor):
-        same = isinstance(value, Tensor) and indices.get(id(value)) == spec.number
-        return None if same else f"{name} was the same tensor as an earlier one, and is not"
+        same = id(value) in tensors and tensors[id(value)][0] == spec.number
+        return None if same else " was the same tensor as an earlier one, and is not"
     if isinstance(spec, TensorSpec):
         if not isinstance(value, Tensor):
-            return f"{name} was a tensor and is {value!r}"
-        if id(value) in indices:
-            return f"{name} was a tensor of its own and is the same as an earlier one"
-        indices[id(value)] = len(indices)
-        shape = tuple(value.shape)
-        expected = _expected_shape(spec.shape, shape, sizes)
-        if expected != shape:
-            return f"{name} was of shape {expected} and is {shape}"
-        if spec.stride is None and not value.is_contiguous():
-            return f"{name} was contiguous and is of strides {tuple(value.stride())}"
-        if spec.stride is not None and math.prod(shape) > 1 and tuple(value.stride()) != spec.stride:
-            return f"{name} was of strides {spec.stride} and is {tuple(value.stride())}"
-        if value.dtype != spec.dtype or str(value.device) != spec.device:
-            return f"{name} was {spec.dtype} on {spec.device} and is {value.dtype} on {value.device}"
-        return f"{name} requires gradients" if value.requires_grad else None
+            return f" was a tensor and is {value!r}"
+        if id(value) in tensors:
+            return " was a tensor of its own and is the same as an earlier one"
+        tensors[id(value)] = len(tensors), value
+        shape = value.shape
+        if shape != spec.shape:  # always where one of them is dynamic
+            expected = _expected_shape(spec.shape, tuple(shape), sizes)
+            if expected != shape:
+                return f" was of shape {expected} and is {tuple(shape)}"
+        if spec.stride is None:
+            if not value.is_contiguous():
+                return f" was contiguous and is of strides {value.stride()}"
+        elif value.stride() != spec.stride and math.prod(shape) > 1:
+            return f" was of strides {spec.stride} and is {value.stride()}"
+        if value.dtype is not spec.dtype or value.device != _device(spec.device):
+            return f" was {spec.dtype} on {spec.device} and is {value.dtype} on {value.device}"
+        return " requires gradients" if value.requires_grad else None
     if isinstance(spec, tuple):
-        if not isinstance(value, tuple) or (type(value).__name__, len(value)) != (spec[0], len(spec) - 1):
-            return f"{name} was a {spec[0]} of {len(spec) - 1} and is {type(value).__name__}"
-        for index, (part, item) in enumerate(zip(spec[1:], value, strict=True)):
-            found = _difference(f"{name}[{index}]", part, item, sizes, indices)
+        if not isinstance(value, tuple) or type(value).__name__ != spec[0] or len(value) != len(spec) - 1:
+            return f" was a {spec[0]} of {len(spec) - 1} and is {type(value).__name__}"
+        for index, item in enumerate(value):
+            found = _difference(spec[index + 1], item, sizes, tensors)
             if found is not None:
-                return found
+                return f"[{index}]{found}"
         return None
-    return None if type(value) is type(spec) and value == spec else f"{name} was {spec!r} and is {value!r}"
+    return None if type(value) is type(spec) and value == spec else f" was {spec!r} and is {value!r}"
 
 
 def _expected_shape(

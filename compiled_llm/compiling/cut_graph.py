@@ -243,7 +243,7 @@ def _written(node: fx.Node) -> fx.Node:
 
 def _is_pick(node: fx.Node) -> bool:
     """Whether it is one of an op's results."""
-    return node.target is operator.getitem and is_op(_first(node))
+    return node.target is operator.getitem and is_op(_first(node)) and isinstance(node.args[1], int)
 
 
 def _is_free(node: fx.Node) -> bool:

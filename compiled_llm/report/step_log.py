@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from compiled_llm.report.adapter_use import AdapterUse
 from compiled_llm.report.roofline import StepWork, num_pairs, work_in_window
 from compiled_llm.report.sample import Sample
-from compiled_llm.scheduling.bucket import Bucket
+from compiled_llm.scheduling.bucket import Bucket, own_sizes
 from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 
@@ -97,7 +97,7 @@ class StepLog:
         pauses: the list of ``pauses`` below.
         windows: the sliding windows of the model's layers, see ``windows_of``.
         serves_adapters: whether to count by adapter too.
-        computes_padding: whether a step computes all tokens of its bucket.
+        computes_padding: whether a step computes all tokens of its bucket; else those of ``own_sizes``.
 
     Attributes:
         by_adapter: None: adapters are not counted.
@@ -195,7 +195,7 @@ class StepLog:
         row.recent.append(seconds)
         row.total_requests += requests
         row.total_tokens += tokens
-        row.total_padding += bucket.num_tokens - tokens if self._computes_padding else 0
+        row.total_padding += self._num_computed(bucket, output) - tokens
         row.num_experts += num_experts
         row.num_states += 2 * requests - output.num_computed_tokens.count(0)
         row.num_logits += sum(output.num_samples)
@@ -210,6 +210,12 @@ class StepLog:
             scheduled = zip(output.num_computed_tokens, output.num_scheduled_tokens, strict=True)
             keys, pairs = work_in_window(window, scheduled)
             row.in_windows[n] = row.in_windows[n][0] + keys, row.in_windows[n][1] + pairs
+
+    def _num_computed(self, bucket: Bucket, output: SchedulerOutput) -> int:
+        """Tokens that the step computed, padding among them."""
+        if self._computes_padding:
+            return bucket.num_tokens
+        return own_sizes(bucket, output.num_tokens, len(output.request_ids), output.num_rows)[0]
 
     def record_state(self, used_blocks: int, cached_blocks: int, num_running: int, num_waiting: int) -> None:
         """Add a point to the series. Call it if ``series.is_due()``."""

@@ -45,6 +45,23 @@ class Bucket:
         return self.num_tokens if self.kind == "decode" else self.num_requests
 
 
+def own_sizes(bucket: Bucket, num_tokens: int, num_requests: int, num_rows: int) -> tuple[int, int, int]:
+    """Tokens, requests and logits rows that a step in ``bucket`` computes where code is of any size, as on a CPU.
+
+    Its own; with drafts, some padding besides: a step of a size that is new takes longer. So of each power of two there
+    are four sizes.
+    """
+    if bucket.kind != "decode" or num_rows == num_requests:
+        return num_tokens, num_requests, num_rows
+    return min(_rounded(num_tokens), bucket.num_tokens), num_requests, min(_rounded(num_rows), bucket.num_rows)
+
+
+def _rounded(count: int) -> int:
+    """``count``, rounded up to three binary digits."""
+    step = 1 << max(0, count.bit_length() - 3)
+    return -(-count // step) * step
+
+
 FILES = Bucket("files", 0, 0)  # of a step without requests, which moves blocks alone
 
 

@@ -15,6 +15,7 @@ import dataclasses
 from typing import NamedTuple
 
 from compiled_llm.scheduling.costs import moved
+from compiled_llm.scheduling.decode_costs import Key
 
 SHARE = 0.0075  # of all steps, that may be lost
 MOST = 8.0  # steps that an account has at most, and at the start
@@ -22,9 +23,15 @@ _LEAST = -64.0  # it is never emptier than that, which shares of some 8,500 step
 MOST_RESTED = 16  # steps in a row
 _MOST_DUE = 16  # plain steps that are measured before others rest
 _LEAST_KNOWN = 3  # plain steps before anything is looked for
+# So many steps without drafts come before a plain one that is measured. Behind drafts the first few take longer: what
+# they read is no longer in the caches, and a step of another size fills all buffers. Behind those of an EAGLE-3 head on
+# a CPU they took 1.46, 1.22, 1.12, 1.06 and 1.03 times as long.
+SETTLED = 4
 # Steps since a plain one was measured. After so many of them, those in which a look found nothing are taken for plain,
-# on a CPU; after so many, nothing is looked for until there were two plain ones, of which the second is measured.
-_STALE, _TOO_OLD = 64, 128
+# on a CPU; after so many, nothing is looked for until some were measured. The first ones that were are not much to go
+# by, such as those of an engine that has just started: after them it is sooner.
+_STALE, _TOO_OLD, _TOO_OLD_AT_FIRST = 64, 256, 32
+_AT_FIRST, _WEIGHT_AT_FIRST = 9, 0.3  # plain steps that were measured, and the share by which one moves their average
 # A step moves the average of those like it by this share, at first by more, and counts as so many times that at most.
 _LEAST_WEIGHT, _MOST_TIMES = 0.1, 2.0
 
@@ -33,11 +40,12 @@ Kind = tuple[int, bool]
 
 
 class DoneStep(NamedTuple):
-    """A step in a decode bucket.
+    """A step that decodes.
 
     Attributes:
         kind: which account it goes to.
-        bucket: (requests, tokens) of its decode bucket.
+        num_requests: that it has.
+        alike: what steps have in common that take about as long, see ``DecodeCosts.key``.
         has_drafts: whether it verified some.
         seconds: from its beginning to that of the next one, without those of ``looked`` and ``network``.
         looked: seconds in looking for drafts.
@@ -48,7 +56,8 @@ class DoneStep(NamedTuple):
     """
 
     kind: Kind
-    bucket: tuple[int, int]
+    num_requests: int
+    alike: Key
     has_drafts: bool
     seconds: float
     looked: float = 0.0
@@ -68,27 +77,28 @@ class _Steps:
     Attributes:
         plain: seconds of a plain step; an average, as all seconds here. What is entered of a step is the average of
             those like it, so that a single slow one does not matter much.
-        num_plain: plain steps that were measured. One right behind another kind of step is not: it writes all buffers
-            anew, which takes longer.
-        follows_plain: whether the last step was plain.
+        num_plain: plain steps that were measured.
+        num_before: the last steps, as far as they had no drafts.
         age: steps since the last plain one that was measured.
         num_due: plain steps that are to be measured before any rest.
+        num_new: plain steps that are to be measured before more is looked for.
         balance: plain steps that may be lost. What a network takes to compute tokens that it lacks, such as prompts, is
             not entered: one that has read a prompt goes on as long as its drafts save more than they take.
         with_reading: the same, with what that takes: a network reads other prompts only if this is above 0.
-        others: seconds of other steps and how many there were, by their bucket and whether they have drafts. The first
+        others: seconds of other steps and how many there were, by what is alike and whether they have drafts. The first
             may be slow for no reason that stays, so the average begins with a plain step.
         look, network: seconds of a look, and of a network that lacked nothing.
     """
 
     plain: float
     num_plain: int = 0
-    follows_plain: bool = False
+    num_before: int = 0
     age: int = 0
     num_due: int = 0
+    num_new: int = 0
     balance: float = MOST
     with_reading: float = MOST
-    others: dict[tuple[tuple[int, int], bool], tuple[float, int]] = dataclasses.field(default_factory=dict)
+    others: dict[tuple[Key, bool], tuple[float, int]] = dataclasses.field(default_factory=dict)
     look: float = 0.0
     network: float = 0.0
 
@@ -97,21 +107,26 @@ class _Steps:
         self.with_reading = max(_LEAST, min(MOST, self.with_reading + saved - reading))
 
     def enter_plain(self, seconds: float) -> None:
-        if self.follows_plain:
+        if self.num_before >= SETTLED:
             if self.num_plain < _LEAST_KNOWN and _MOST_TIMES * seconds < self.plain:
                 self.plain = seconds  # those before were slow for no reason that stays
             else:
                 bounded = min(max(seconds, self.plain / _MOST_TIMES), _MOST_TIMES * self.plain)
-                self.plain += max(_LEAST_WEIGHT, 1.0 / (self.num_plain + 2)) * (bounded - self.plain)
+                weight = _WEIGHT_AT_FIRST if self.num_plain < _AT_FIRST else _LEAST_WEIGHT
+                self.plain += weight * (bounded - self.plain)
             self.num_plain, self.age, self.num_due = self.num_plain + 1, 0, max(0, self.num_due - 1)
-        self.follows_plain = True
+            self.num_new = max(0, self.num_new - 1)
+        self.num_before += 1
         self.add(SHARE)
 
     def enter(self, step: DoneStep) -> None:
         """A step that is not plain."""
-        self.age, self.follows_plain = self.age + 1, False
+        self.age += 1
+        if self.age >= (_TOO_OLD_AT_FIRST if self.num_plain < _AT_FIRST else _TOO_OLD):
+            self.num_new = _LEAST_KNOWN
+        self.num_before = 0 if step.has_drafts or step.network else self.num_before + 1
         self.num_due = min(_MOST_DUE, max(self.num_due, self.age))
-        key = step.bucket, step.has_drafts
+        key = step.alike, step.has_drafts
         seconds, count = self.others.get(key, (self.plain, 1))
         weight = max(_LEAST_WEIGHT, 1.0 / (count + 1))
         seconds += weight * (min(step.seconds, _MOST_TIMES * seconds) - seconds)
@@ -152,7 +167,7 @@ class DraftAccount:
             return False
         if steps.with_reading <= 0.0:  # no plain step in between: the network would have to read again
             return goes_on
-        return steps.age < _TOO_OLD
+        return not steps.num_new
 
     def rest(self, kind: Kind) -> int:
         """How many plain steps of a kind are to follow unmeasured. What they enter is entered now.
@@ -165,7 +180,7 @@ class DraftAccount:
         count = min(MOST_RESTED, int(-min(steps.balance, steps.with_reading) / SHARE))
         if count <= 0:
             return 0
-        steps.follows_plain, steps.num_due = True, 1
+        steps.num_before, steps.num_due = SETTLED, 1
         steps.add(SHARE * count)
         return count
 
@@ -184,8 +199,8 @@ class DraftAccount:
             steps.enter_plain(step.seconds)
         elif steps is not None:
             steps.enter(step)
-            if steps.age >= _STALE and self._one_graph and not (step.has_drafts or step.network):
-                steps.plain, steps.age = moved(steps.plain, step.seconds), _STALE
+            if steps.age >= _STALE and self._one_graph and steps.num_before > SETTLED:
+                steps.plain, steps.age, steps.num_new = moved(steps.plain, step.seconds), _STALE, 0
 
     def enter_reading(self, kind: Kind, seconds: float) -> None:
         """A network took ``seconds`` behind a step that computes prompts. ``kind``: of the decode steps that follow."""

@@ -1,8 +1,7 @@
 """How many drafts pay: from measured acceptance of each request's drafts and measured seconds of steps. Plain Python.
 
-A draft is worth the chance that it and those before it are right. A step with more of them takes longer, in the sizes
-of the buckets. So of the buckets that hold a step the one is taken that gives the most tokens a second, filled with the
-drafts that are worth most. Where that is the one without room for drafts, the step is one without.
+A draft is worth the chance that it and those before it are right. A step with more of them takes longer, on a GPU in
+the sizes of the buckets. So a step takes those that are worth most, as many as give the most tokens a second, or none.
 
 Whether drafts were right is known without verifying them: what was proposed is compared with the tokens that come. Long
 proposals are right more often than short ones, since a method that looks for what came before proposes more after a
@@ -10,9 +9,8 @@ longer run: so each order of lengths has a chance of its own.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from compiled_llm.scheduling.costs import moved
 from compiled_llm.scheduling.draft_trees import DraftTree
 
 _PRIOR, _PRIOR_WEIGHT = 0.6, 2.0  # acceptance before anything is known, and for how many drafts that counts
@@ -21,69 +19,7 @@ _LEAST_GAIN = 1.1  # that a step with drafts has to promise
 _LEAST_WORTH = 0.1  # of a draft, though it costs nothing
 _LEAST_WORTH_OF_NODES = 0.02  # of a tree, which has many that are worth little
 _WORTH_BESIDE_PROMPTS = 0.5  # there a token costs about as much as in the largest steps
-# Of a bucket that is not used, the known seconds become less by this share with each step, down to that share of the
-# measured ones: so a bucket that was slow for a while is tried again.
-_FORGETTING, _OPTIMISM = 0.001, 0.8
-_FORGETTING_HOST = 0.05  # the same of the host's seconds, which single steps are far off
-_FIRST_OF_HOST = 0.1  # of the first seconds of the host that are more than 0, so that a single slow step is not all
 _ORDERS = 6  # of lengths of proposals
-
-Seconds = Mapping[tuple[int, int], float]  # of steps in decode buckets, by (requests, tokens) of the bucket
-
-
-class DecodeCosts:
-    """Seconds of steps in decode buckets: what the device takes, and what a user waits for besides.
-
-    Args:
-        seconds: of steps of greedy requests, as measured at the start. Empty: nothing was measured.
-        sampling: of sampling in such a bucket where requests are not greedy, as measured at the start.
-    """
-
-    def __init__(
-        self,
-        seconds: Sequence[tuple[tuple[int, int], float]] = (),
-        sampling: Sequence[tuple[tuple[int, int], float]] = (),
-    ) -> None:
-        more = dict(sampling)
-        greedy, sampled = dict(seconds), {sizes: value + more.get(sizes, 0.0) for sizes, value in seconds}
-        self._measured, self._device = (greedy, sampled), (dict(greedy), dict(sampled))
-        self._host: dict[tuple[int, bool], float] = {}
-        self._of_size: dict[int, list[tuple[int, int]]] = {}  # the buckets of so many requests
-        for sizes in greedy:
-            self._of_size.setdefault(sizes[0], []).append(sizes)
-
-    def __bool__(self) -> bool:
-        return bool(self._device[0])
-
-    def device(self, samples: bool) -> Seconds:
-        """Seconds of the device. ``samples``: whether some request of the step is not greedy."""
-        return self._device[samples]
-
-    def host(self, num_requests: int, has_drafts: bool) -> float:
-        """Seconds from a step's beginning to that of the next one, without those of the device and looks for drafts."""
-        plain = self._host.get((num_requests, False), 0.0)
-        return self._host.get((num_requests, has_drafts), plain)
-
-    def record(self, num_requests: int, num_tokens: int, seconds: float, samples: bool = False) -> None:
-        """A step in a decode bucket took the device ``seconds``. One that was not measured is ignored."""
-        known, measured = self._device[samples], self._measured[samples]
-        for sizes in self._of_size.get(num_requests, ()):
-            value = known[sizes]
-            if sizes[1] == num_tokens:
-                known[sizes] = moved(value, seconds)
-            else:
-                known[sizes] = value + _FORGETTING * (_OPTIMISM * measured[sizes] - value)
-
-    def record_host(self, num_requests: int, has_drafts: bool, seconds: float) -> None:
-        """As ``host``, of a step in a bucket of so many requests that is over."""
-        # One slow step with drafts does not keep the next ones away: the first is seen beside those without.
-        key = num_requests, has_drafts
-        known = self._host.get(key, self._host.get((num_requests, False)))
-        # From 0, of a step that took no longer than the device, an average of factors of two would never rise.
-        self._host[key] = seconds if known is None else moved(known or _FIRST_OF_HOST * seconds, seconds)
-        # What steps with drafts took for a while is forgotten, so that they are tried again.
-        if not has_drafts and (other := self._host.get((num_requests, True))) is not None:
-            self._host[num_requests, True] = other + _FORGETTING_HOST * (self._host[key] - other)
 
 
 @dataclasses.dataclass(slots=True)
@@ -162,12 +98,9 @@ def lengths(
     chances: Sequence[float],
     available: Sequence[int],
     num_requests: int,
-    sizes: Sequence[tuple[int, int]],
-    seconds: Seconds,
+    seconds: Callable[[int], float],
     most: int,
     *,
-    fills_first: bool,
-    host: tuple[float, float] = (0.0, 0.0),
     nodes: Sequence[Sequence[float]] = (),
 ) -> list[int]:
     """How many of its drafts a step takes of each request that has some.
@@ -176,11 +109,8 @@ def lengths(
         chances: that one more draft of it is right.
         available: its drafts.
         num_requests: of the step, those without drafts included.
-        sizes: (requests, tokens) of the decode buckets that hold so many requests, of one size in requests, rising.
-        seconds: of steps in these.
+        seconds: of the step with so many drafts; infinite where there is no room.
         most: drafts of the step.
-        fills_first: whether the first bucket takes drafts in the place of requests that are missing.
-        host: seconds besides of a step without drafts and of one with some.
         nodes: of each request whose drafts are a tree the chance of each to be right, falling; else nothing.
     """
     worths = []
@@ -196,19 +126,13 @@ def lengths(
             worths.append((-worth, index))
     worths.sort()
     del worths[most:]
-    plain = seconds[sizes[0]] + host[0]
-    best, best_rate = 0, num_requests / plain if plain else 0.0
-    taken, tokens = 0, float(num_requests)
-    for size in sizes if fills_first else sizes[1:]:
-        before = taken
-        while taken < len(worths) and num_requests + taken < size[1]:
-            tokens -= worths[taken][0]
-            taken += 1
-        if taken == before:
-            continue
-        took = seconds[size] + host[1]
-        if tokens / took > _LEAST_GAIN * best_rate:
-            best, best_rate = taken, tokens / took
+    best, tokens, plain = 0, float(num_requests), seconds(0)
+    best_rate = _LEAST_GAIN * tokens / plain if plain else 0.0
+    for count, (worth, _) in enumerate(worths, 1):
+        tokens -= worth
+        took = seconds(count)
+        if tokens > best_rate * took:
+            best, best_rate = count, tokens / took
     counts = [0] * len(chances)
     for _, index in worths[:best]:
         counts[index] += 1

@@ -6,14 +6,9 @@ import time
 from collections.abc import Sequence
 
 from compiled_llm.api.config import EngineLimits
+from compiled_llm.scheduling.decode_costs import DecodeCosts
 from compiled_llm.scheduling.draft_account import DoneStep, DraftAccount, Kind
-from compiled_llm.scheduling.draft_lengths import (
-    Chances,
-    DecodeCosts,
-    History,
-    lengths,
-    lengths_beside_prompts,
-)
+from compiled_llm.scheduling.draft_lengths import Chances, History, lengths, lengths_beside_prompts
 from compiled_llm.scheduling.draft_trees import DraftTree, allowed
 from compiled_llm.scheduling.drafter import DraftSource, ReadsSamples
 from compiled_llm.scheduling.output_builder import SchedulerOutputBuilder
@@ -31,7 +26,7 @@ class DraftPlanner:
     """Asks ``source`` for drafts, once a step, and lets the step compute those that pay.
 
     Args:
-        costs: of decode buckets; a source that does not adapt has no use for them.
+        costs: of steps that decode; a source that does not adapt has no use for them.
 
     Attributes:
         proposed: for the step that is being planned.
@@ -44,9 +39,6 @@ class DraftPlanner:
         self.proposed: dict[Request, Sequence[int]] = {}
         self.costs = costs or DecodeCosts()
         self._adapts = source.adapts and bool(self.costs)
-        self._sizes = {
-            size: [(size, tokens) for tokens in limits.decode_tokens(size)] for size in limits.decode_bucket_sizes
-        }
         self.running_set.counts.num_accepted_by_position = (0,) * limits.num_draft_tokens
         self._histories: dict[Request, History] = {}
         self._of_all = Chances()
@@ -242,8 +234,8 @@ class DraftPlanner:
             known = counts.num_accepted_by_position
             counts.num_accepted_by_position = (*[number + 1 for number in known[:count]], *known[count:])
 
-    def record(self, result: StepResult, num_requests: int, num_accepted: int) -> None:
-        """A step of so many requests is done, of whose drafts so many were accepted."""
+    def record(self, result: StepResult, num_requests: int, num_tokens: int, num_accepted: int) -> None:
+        """A step of so many requests and tokens is done, of whose drafts so many were accepted."""
         bucket, drafting, counts = result.bucket, result.draft_seconds, self.running_set.counts
         counts.draft_seconds += drafting
         self._computes_prompts = bucket.kind != "decode"
@@ -253,20 +245,21 @@ class DraftPlanner:
             if drafting:
                 self.account.enter_reading(self._next_kind(), drafting)
             return
-        size, seconds, costs = bucket.num_requests, result.seconds - drafting, self.costs
+        num_drafts, seconds, costs = len(result.sampled_token_ids) - num_requests, result.seconds - drafting, self.costs
         samples = self._kind[1] if self._adapts else _samples(self.running_set.running)
-        costs.record(size, bucket.num_tokens, seconds, samples)
-        has_drafts = len(result.sampled_token_ids) > num_requests
-        if has_drafts and (size, size) in costs.device(samples):
-            plain = costs.device(samples)[size, size] + costs.host(size, False)
-            took = seconds + costs.host(size, True)
+        num_more = num_tokens - num_requests  # drafts, and tokens of prompts that are so short
+        costs.record(num_requests, num_more, seconds, samples)
+        if num_drafts:
+            plain = costs.device(num_requests, 0, samples) + costs.host(num_requests, False)
+            took = seconds + costs.host(num_requests, True)
             counts.draft_gain_seconds += num_accepted * plain / num_requests + plain - took
         counts.draft_gain_seconds -= drafting
         if self.running_set.running:  # else nobody knows when the next step begins
             network = drafting if result.draft_token_ids is not None else 0.0
             reads, gained = not self._drafted_before, self._gained(num_accepted, num_requests)
+            alike, has_drafts = costs.key(num_requests, num_more), num_drafts > 0
             self._done = DoneStep(
-                self._kind, (size, bucket.num_tokens), has_drafts, seconds, network=network, reads=reads, gained=gained
+                self._kind, num_requests, alike, has_drafts, seconds, network=network, reads=reads, gained=gained
             )
 
     def _end_step(self, now: float) -> None:
@@ -274,7 +267,7 @@ class DraftPlanner:
         if self._done is not None:
             done = self._done
             host = max(0.0, now - self._began - self._looked - done.seconds - done.network)
-            self.costs.record_host(done.bucket[0], done.has_drafts, host)
+            self.costs.record_host(done.num_requests, done.has_drafts, host)
             if self._adapts:
                 self.account.enter(done._replace(seconds=done.seconds + host, looked=self._looked))
         self._of_last = self._began, self._looked, self._drafted_before
@@ -338,14 +331,13 @@ class DraftPlanner:
         self, asked: Sequence[Request], proposals: Sequence[Sequence[int]], most: int, beside_prompts: bool
     ) -> list[int]:
         """How many drafts of each request the step takes."""
-        running, of_all, limits = self.running_set.running, self._of_all, self.limits
+        running, of_all = self.running_set.running, self._of_all
         histories = [self._histories[request] for request in asked]
         for request, history in zip(asked, histories, strict=True):
             history.compare(request.output_token_ids, of_all)
         num_requests = sum(not (request.num_in_flight and request.waits_for_tokens) for request in running)
-        sizes = next(sizes for size, sizes in self._sizes.items() if size >= num_requests)
-        seconds, size = self.costs.device(self._kind[1]), sizes[0][0]
-        host = self.costs.host(size, False), self.costs.host(size, True)
+        costs, samples = self.costs, self._kind[1]
+        host = costs.host(num_requests, False), costs.host(num_requests, True)
         for history, request, drafts in zip(histories, asked, proposals, strict=True):
             history.proposal, history.num_output_tokens = drafts, len(request.output_token_ids)
         available = [len(drafts) for drafts in proposals]
@@ -358,10 +350,11 @@ class DraftPlanner:
         if beside_prompts:
             return lengths_beside_prompts(chances, available, most)
         nodes = [drafts.worths if isinstance(drafts, DraftTree) else () for drafts in proposals]
-        fills = limits.mixes_lens
-        return lengths(
-            chances, available, num_requests, sizes, seconds, most, fills_first=fills, host=host, nodes=nodes
-        )
+
+        def seconds(num_drafts: int) -> float:
+            return costs.device(num_requests, num_drafts, samples) + host[num_drafts > 0]
+
+        return lengths(chances, available, num_requests, seconds, most, nodes=nodes)
 
 
 def _samples(requests: Sequence[Request]) -> bool:

@@ -13,7 +13,7 @@ from typing import Literal
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.costs import StepCosts
-from compiled_llm.scheduling.draft_lengths import DecodeCosts
+from compiled_llm.scheduling.decode_costs import DecodeCosts
 from compiled_llm.scheduling.draft_planner import DraftPlanner
 from compiled_llm.scheduling.drafter import DraftSource
 from compiled_llm.scheduling.forks import Forks
@@ -115,7 +115,7 @@ class Scheduler:
             self.tiers,
         )
         self.running, self.waiting = self.running_set.running, self.running_set.waiting
-        decode_costs = DecodeCosts(decode_seconds, sampling_seconds)
+        decode_costs = DecodeCosts(decode_seconds, sampling_seconds, pads=self.costs.pads)
         self.drafts = None if drafter is None else DraftPlanner(drafter, limits, self.running_set, decode_costs)
         self.planner = StepPlanner(limits, self.running_set, self.costs, policy, target_itl_ms, self.drafts)
         self.suspects = Suspects(self.running_set)
@@ -279,7 +279,8 @@ class Scheduler:
         if self.drafts is not None:
             if drafts:
                 self.drafts.take(requests, drafts)
-            self.drafts.record(result, len(requests), self.counts.num_accepted_draft_tokens - num_accepted)
+            num_accepted = self.counts.num_accepted_draft_tokens - num_accepted
+            self.drafts.record(result, len(requests), output.num_tokens, num_accepted)
         return advanced
 
     def _enter_scores(self, requests: list[Request], output: SchedulerOutput, logprobs: Sequence[float]) -> None:

@@ -102,5 +102,9 @@ def _cpu_name() -> str:
     flags = facts.get("flags", facts.get("Features", "")).split()  # of x86, of ARM
     names = "avx2", "avx512f", "avx512_bf16", "amx_tile", "asimddp", "i8mm", "bf16"
     known = [name for name in names if name in flags]
-    part = " ".join(facts[name] for name in ("CPU implementer", "CPU part") if name in facts)
-    return " ".join([facts.get("model name", f"{platform.machine()} {part}".strip()), *known])
+    # A cloud's machines often say no more than "AMD EPYC": family and model tell one generation from the next.
+    parts = [
+        f"{name} {facts[name]}" for name in ("cpu family", "model", "CPU implementer", "CPU part") if name in facts
+    ]
+    name = facts.get("model name", platform.machine())
+    return " ".join([f"{name} ({', '.join(parts)})" if parts else name, *known])

@@ -14,6 +14,8 @@ from compiled_llm.api.speculative_config import SpeculativeConfig
 from compiled_llm.drafting.methods import host_source
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.bucket import Bucket, buckets_of, choose_bucket
+from compiled_llm.scheduling.costs import StepCosts
+from compiled_llm.scheduling.decode_costs import DecodeCosts
 from compiled_llm.scheduling.draft_trees import tree_depths
 from compiled_llm.scheduling.request import Request, RequestId, Status
 from compiled_llm.scheduling.scheduler import Scheduler
@@ -129,8 +131,13 @@ def replay(
         if bucket.kind == "decode"
     }
     num_blocks = limits.max_num_seqs * (limits.blocks_per_request + 1)
+    # Where one graph serves all sizes, a step computes its own. What such a step takes follows from all that is known,
+    # with drafts and without.
+    pads = not limits.mixes_lens
+    measured = tuple((costs if pads else {**seconds, **costs}).items()) if seconds else ()
+    expected = DecodeCosts(measured, pads=pads)
     scheduler = Scheduler(
-        limits, BlockPool(num_blocks), drafter=source, decode_seconds=tuple(costs.items()) if seconds else ()
+        limits, BlockPool(num_blocks), drafter=source, decode_seconds=measured, costs=StepCosts(pads=pads)
     )
     served = {RequestId(str(number)): _Served(known, number) for number, known in enumerate(requests)}
     for one in served.values():
@@ -139,7 +146,10 @@ def replay(
     while scheduler.has_unfinished_requests():
         output = scheduler.schedule()
         bucket = choose_bucket(buckets, output)
-        step_seconds = costs.get((bucket.num_requests, bucket.num_tokens), 0.0) if bucket.kind == "decode" else 0.0
+        num_requests = len(output.request_ids)
+        step_seconds = 0.0
+        if expected and bucket.kind == "decode":
+            step_seconds = expected.device(num_requests, output.num_tokens - num_requests, samples=False)
         running = [served[name] for name in output.request_ids]
         starts = zip(running, output.num_computed_tokens, strict=True)
         has_prompts = any(start < len(one.request.prompt_token_ids) for one, start in starts)

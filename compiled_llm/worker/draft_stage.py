@@ -33,6 +33,7 @@ from compiled_llm.worker.draft_coverage import DraftCoverage, Tokens
 from compiled_llm.worker.draft_network import DraftNetwork
 from compiled_llm.worker.field_buffers import Arrays, FieldBuffers, Fields
 from compiled_llm.worker.request_rows import RequestRows
+from compiled_llm.worker.sized_inputs import SizedInputs
 from compiled_llm.worker.step_buffers import StepSizes, mark_sizes
 
 _NO_BOUND = 1 << 30  # tokens of a request in a step
@@ -177,19 +178,19 @@ class DraftStage:
         """From now on ``sample`` chooses drafts, and nothing of it is compiled: for checks that look on, on a CPU."""
         assert self._one_for_all
         self._functions["draft"] = CompiledFunction(self._recipe(sample=sample), "draft", self.token_ids.device, True)
-        self._functions["draft"].warm_up(functools.partial(self._arguments, max(self._inputs)))
+        self._functions["draft"].warm_up(functools.partial(self._arguments, self._inputs[max(self._inputs)].whole))
 
     def _parts(self) -> Iterator[Part]:
         """All to compile. On a GPU the largest come first: their memory serves all."""
         for size in sorted(self._inputs, reverse=not self._one_for_all):
-            arguments = functools.partial(self._arguments, size)
+            arguments = functools.partial(self._arguments, self._inputs[size].whole)
             yield Part(self._name("draft", size), self._recipe, arguments, self._num_passes)
 
     def _name(self, kind: str, size: int) -> str:
         return kind if self._one_for_all else f"{kind}_{size}"
 
-    def _arguments(self, size: int) -> tuple:
-        return self._weights, self._inputs[size].input, self.kv_cache, self._last_tokens, self.token_ids
+    def _arguments(self, known: DraftInput) -> tuple:
+        return self._weights, known, self.kv_cache, self._last_tokens, self.token_ids
 
     # -- Running
 
@@ -218,7 +219,7 @@ class DraftStage:
     def run_largest(self) -> None:
         """Run each kind in its largest size, all padding: what it allocates depends on that alone."""
         requests = max(self._inputs)
-        self._functions[self._name("draft", requests)](*self._arguments(requests))
+        self._functions[self._name("draft", requests)](*self._arguments(self._inputs[requests].whole))
 
     def _draft(
         self, places: np.ndarray, output: SchedulerOutput, rows: np.ndarray, store: RequestRows
@@ -227,8 +228,8 @@ class DraftStage:
         if not len(places):
             return None
         size = next(size for size in self._inputs if size >= len(places))
-        self._inputs[size].fill(places, output, rows, store)
-        self._functions[self._name("draft", size)](*self._arguments(size))
+        known = self._inputs[size].fill(places, output, rows, store)
+        self._functions[self._name("draft", size)](*self._arguments(known))
         return Drafts(places, self.token_ids)
 
 
@@ -316,12 +317,12 @@ class NetworkStage(DraftStage):
         for size in sorted(self._prompts, reverse=not self._one_for_all):
             most = _NO_BOUND if self._one_for_all else size
             recipe = functools.partial(self._prompt_function, self.network.model_config, most, self._exact)
-            arguments = functools.partial(self._prompt_arguments, size)
+            arguments = functools.partial(self._prompt_arguments, self._prompts[size].whole)
             yield Part(self._name("draft_prompt", size), recipe, arguments, 1)
         yield from super()._parts()
 
-    def _prompt_arguments(self, size: int) -> tuple:
-        return self._weights, self._prompts[size].input, self.kv_cache
+    def _prompt_arguments(self, step_input: StepInput) -> tuple:
+        return self._weights, step_input, self.kv_cache
 
     def expect(self, output: SchedulerOutput, store: RequestRows) -> None:
         self._is_skipped = self.coverage is not None and self.coverage.skip(output, store)
@@ -363,7 +364,7 @@ class NetworkStage(DraftStage):
     def run_largest(self) -> None:
         if self._prompts:
             prompt = max(self._prompts)
-            self._functions[self._name("draft_prompt", prompt)](*self._prompt_arguments(prompt))
+            self._functions[self._name("draft_prompt", prompt)](*self._prompt_arguments(self._prompts[prompt].whole))
         super().run_largest()
 
     def _catch_up(
@@ -404,16 +405,21 @@ class NetworkStage(DraftStage):
             return
         total = sum(len(tokens.token_ids) for tokens in chosen)
         size = next(size for size in self._prompts if size >= total)
-        self._prompts[size].fill(chosen, store)
-        self._functions[self._name("draft_prompt", size)](*self._prompt_arguments(size))
+        step_input = self._prompts[size].fill(chosen, store)
+        self._functions[self._name("draft_prompt", size)](*self._prompt_arguments(step_input))
 
 
 class DraftBuffers:
     """A ``DraftInput`` for ``num_requests``, as the host fills it and the graph reads it.
 
+    On a CPU what ``fill`` gives ends with the requests that are drafted for; on a GPU padding follows them.
+
     Args:
         num_windows: block tables of windows that it has besides.
         num_rows: of each request in a network's first pass, for ``DraftInput.row_numbers``; 0: it has no use for them.
+
+    Attributes:
+        whole: of all requests.
     """
 
     def __init__(
@@ -427,7 +433,8 @@ class DraftBuffers:
         num_rows: int = 0,
     ) -> None:
         self._limits, self._padding_row = limits, None if tables is None else tables.padding_row
-        self._num_tokens = num_tokens
+        self._num_tokens, self._num_rows = num_tokens, num_rows
+        self._pads = device.type != "cpu"
         each = (num_requests,)
         fields: Fields = dict.fromkeys(
             ("first_row", "num_samples", "position", "end", "token_row"), (each, torch.int32)
@@ -451,18 +458,24 @@ class DraftBuffers:
             for name, view in views.items():
                 first = DynamicSize("their first rows", 19) if name == "row_numbers" else requests
                 mark_sizes(view, first, *(blocks if name in self._tables else []))
-        own: dict[str, Any] = {name: views.get(name) for name in DraftInput._fields}
-        of_all = [views[name] for name in self._tables] if tables is None else tables.tensors[: 1 + num_windows]
-        own["block_table"], own["window_tables"] = of_all[0], tuple(of_all[1:])
-        sampling = SamplingInput(**{name: views[name] for name in SamplingInput._fields})
-        self.input = DraftInput(**own | {"sampling": sampling})
+        if tables is not None:
+            views |= zip(self._tables, tables.tensors, strict=False)
+        sizes = num_requests, num_requests * num_rows
+        self._inputs = SizedInputs(views, self._input_of, sizes, {"row_numbers": 1})
+        self.whole = self._inputs.whole
         for arrays in self.buffers.all_arrays():
             self._pad(arrays, 0)
             if num_rows:
                 arrays["row_numbers"][:] = np.arange(len(arrays["row_numbers"]))
         self.buffers.copy()
 
-    def fill(self, places: np.ndarray, output: SchedulerOutput, rows: np.ndarray, store: RequestRows) -> None:
+    def _input_of(self, views: Mapping[str, Tensor]) -> DraftInput:
+        own: dict[str, Any] = {name: views.get(name) for name in DraftInput._fields}
+        own["window_tables"] = tuple(views[name] for name in self._tables[1:])
+        own["sampling"] = SamplingInput(**{name: views[name] for name in SamplingInput._fields})
+        return DraftInput(**own)
+
+    def fill(self, places: np.ndarray, output: SchedulerOutput, rows: np.ndarray, store: RequestRows) -> DraftInput:
         """``places`` [N] int64: those in the step of the requests to draft for, whose rows ``rows`` [R] has."""
         arrays, n, size = self.buffers.next_arrays(), len(places), self._limits.block_size
         samples = np.array(output.num_samples, dtype=np.int32)
@@ -495,8 +508,10 @@ class DraftBuffers:
             arrays["table_rows"][:n] = own
         for field in SAMPLING:
             arrays[field.name][:n] = store.parameters[field.name][own]
-        self._pad(arrays, n)
+        if self._pads:
+            self._pad(arrays, n)
         self.buffers.copy()
+        return self.whole if self._pads else self._inputs.first(n, n * self._num_rows)
 
     def _pad(self, arrays: Arrays, n: int) -> None:
         """Make everything after the first ``n`` requests padding."""
@@ -509,12 +524,12 @@ class DraftBuffers:
 
 
 class _PromptBuffers:
-    """The ``StepInput`` of ``draft_prompt`` for ``num_tokens``. Nothing reads its logits' rows."""
+    """The ``StepInput`` of ``draft_prompt`` for ``num_tokens``, as ``DraftBuffers``. Nothing reads its logits' rows."""
 
     def __init__(
         self, num_tokens: int, limits: EngineLimits, device: torch.device, tables: BlockTables | None, sizes: StepSizes
     ) -> None:
-        self._size, self._num_tokens = limits.block_size, num_tokens
+        self._size, self._num_tokens, self._pads = limits.block_size, num_tokens, device.type != "cpu"
         self._padding_row = None if tables is None else tables.padding_row
         requests = limits.decode_bucket_sizes[-1]
         fields: Fields = dict.fromkeys(("input_ids", "positions", "slot_mapping"), ((num_tokens,), torch.int32))
@@ -524,18 +539,23 @@ class _PromptBuffers:
         fields[name] = ((requests, limits.blocks_per_request) if tables is None else (requests,)), torch.int32
         self.buffers = FieldBuffers(fields, device)
         views = dict(self.buffers.tensors)
+        kinds = dict.fromkeys(("input_ids", "positions", "slot_mapping"), 1) | {"query_start_loc": 2}
         for name, view in views.items():
-            of_tokens = name in ("input_ids", "positions", "slot_mapping")
-            first = sizes.tokens if of_tokens else sizes.starts if name == "query_start_loc" else sizes.requests
+            first = (sizes.requests, sizes.tokens, sizes.starts)[kinds.get(name, 0)]
             mark_sizes(view, first, *([sizes.blocks] if name == "block_table" else []))
         if tables is not None:
             views["block_table"] = tables.tensors[0]
-        self.input = StepInput(**views)
+        of_all = requests, num_tokens, requests + 1
+        self._inputs = SizedInputs(views, self._input_of, of_all, kinds)
+        self.whole = self._inputs.whole
         for arrays in self.buffers.all_arrays():
             self._pad(arrays, 0, 0)
         self.buffers.copy()
 
-    def fill(self, chosen: Sequence[Tokens], store: RequestRows) -> None:
+    def _input_of(self, views: Mapping[str, Any]) -> StepInput:
+        return StepInput(**views)
+
+    def fill(self, chosen: Sequence[Tokens], store: RequestRows) -> StepInput:
         arrays, n = self.buffers.next_arrays(), len(chosen)
         rows = np.array([row for row, _, _ in chosen])
         starts = np.array([start for _, start, _ in chosen], dtype=np.int32)
@@ -554,8 +574,10 @@ class _PromptBuffers:
             arrays["block_table"][:n, :width] = store.block_table[rows, :width]
         else:
             arrays["table_rows"][:n] = rows
-        self._pad(arrays, total, n)
+        if self._pads:
+            self._pad(arrays, total, n)
         self.buffers.copy()
+        return self.whole if self._pads else self._inputs.first(n, total, n + 1)
 
     def _pad(self, arrays: Arrays, num_tokens: int, num_requests: int) -> None:
         """Make everything after the tokens and requests padding."""

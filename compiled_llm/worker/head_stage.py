@@ -12,6 +12,7 @@ from compiled_llm.models.inputs import FeatureCache
 from compiled_llm.models.registry import family_of
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.step.drafting import DraftInput
 from compiled_llm.step.head_drafting import (
     draft_head_function,
     draft_medusa_function,
@@ -96,6 +97,6 @@ class MedusaStage(NetworkStage):
     def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
         return DraftStage.run(self, output, bucket, rows, store)
 
-    def _arguments(self, size: int) -> tuple:
+    def _arguments(self, known: DraftInput) -> tuple:
         step = self._step
-        return self.network.weights, self._inputs[size].input, step.hidden, step.last_tokens, self.token_ids
+        return self.network.weights, known, step.hidden, step.last_tokens, self.token_ids

@@ -12,7 +12,7 @@ import torch
 from compiled_llm.api.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache
-from compiled_llm.step.drafting import layer_skip_function
+from compiled_llm.step.drafting import DraftInput, layer_skip_function
 from compiled_llm.step.kv_cache import layer_dtypes
 from compiled_llm.worker import graph_fields
 from compiled_llm.worker.draft_stage import DraftStage
@@ -62,5 +62,5 @@ class LayerSkipStage(DraftStage):
     def hold(self, kv_cache: KVCache, draft_cache: KVCache) -> None:
         self._model_cache = kv_cache[: self._num_layers]
 
-    def _arguments(self, size: int) -> tuple:
-        return self._weights, self._inputs[size].input, self._model_cache, self._last_tokens, self.token_ids
+    def _arguments(self, known: DraftInput) -> tuple:
+        return self._weights, known, self._model_cache, self._last_tokens, self.token_ids

@@ -41,6 +41,7 @@ from compiled_llm.worker import graph_fields
 from compiled_llm.worker.field_buffers import FieldBuffers, Fields
 from compiled_llm.worker.rank_sampling import RankSampling, Recipe
 from compiled_llm.worker.request_rows import RequestRows
+from compiled_llm.worker.sized_inputs import SizedInputs
 from compiled_llm.worker.step_buffers import StepSizes, logits_rows, mark_sizes
 
 # (function, name, what it depends on, keep) -> the function, compiled for the engine's device. With ``keep=False`` it
@@ -405,8 +406,8 @@ class _LogitsBuffers:
         self.buffers = FieldBuffers(fields, device)
         views = {name: mark_sizes(tensor, sizes.sampled) for name, tensor in self.buffers.tensors.items()}
         mark_sizes(views["allowed"], None, sizes.mask_words)
-        self._transforms, self._views = transforms, views
-        self._inputs = {rows: self._input_of(views)}
+        self._transforms = transforms
+        self._inputs = SizedInputs(views, self._input_of, (rows,))
 
     def _input_of(self, views: Mapping[Any, Tensor]) -> LogitsInput:
         custom = tuple(tuple(views[t.name, name] for name in t.fields) for t in self._transforms)
@@ -416,9 +417,7 @@ class _LogitsBuffers:
 
     def first(self, rows: int) -> LogitsInput:
         """The input of so many rows; on a CPU they may be fewer than there are."""
-        if rows not in self._inputs:
-            self._inputs[rows] = self._input_of({name: view[:rows] for name, view in self._views.items()})
-        return self._inputs[rows]
+        return self._inputs.first(rows)
 
     def fill(self, rows: Sequence[int] | np.ndarray, output: SchedulerOutput, store: RequestRows) -> None:
         samples: Sequence[int] = output.num_samples

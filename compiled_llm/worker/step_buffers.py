@@ -1,6 +1,6 @@
 """SchedulerOutput -> StepInput and SamplingInput, in buffers of fixed size and address, padded to a bucket.
 
-On a CPU, where one graph serves all sizes, a step has its own size: nothing computes padding.
+On a CPU, where one graph serves all sizes, a step has its own size: it computes no padding, or little with drafts.
 
 What stays the same while a request runs (its row of the block table, its sampling parameters) is in ``RequestRows``
 and is written once. What changes with each step is written into a bucket's ``StepBuffers``.
@@ -18,7 +18,7 @@ from compiled_llm.models.inputs import BlockTable, StepInput
 from compiled_llm.ops.recurrent.state_rows import SINK_SLOT, StateRows
 from compiled_llm.ops.torch_private import DynamicSize, mark_dynamic_size
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
-from compiled_llm.scheduling.bucket import Bucket, buckets_of
+from compiled_llm.scheduling.bucket import Bucket, buckets_of, own_sizes
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.state_pool import MOST_SNAPSHOTS
 from compiled_llm.scheduling.window_pool import stream_of
@@ -28,8 +28,8 @@ from compiled_llm.worker.block_tables import BlockTables
 from compiled_llm.worker.draft_trees import tree_rows
 from compiled_llm.worker.field_buffers import Arrays, FieldBuffers, Fields
 from compiled_llm.worker.request_rows import RequestRows
+from compiled_llm.worker.sized_inputs import SizedInputs
 
-_MOST_KEPT = 64  # inputs of other sizes than the bucket's
 _MOST_TAKEN_BYTES = 1 << 18  # one program reads some 20 GB/s of the host's memory
 
 
@@ -102,7 +102,7 @@ class StepBuffers:
         pads: whether a step computes all of the bucket, as a graph of its size does.
 
     Attributes:
-        step_input, sampling_input: views on the device at fixed addresses; without padding, once ``fill`` was called,
+        step_input, sampling_input: views on the device at fixed addresses; once ``fill`` was called, of ``own_sizes``,
             unless ``pads``.
         feedback: ``[T]`` int32 on the device: for each token the logits row of the step before that samples it, or -1
             where ``input_ids`` has it.
@@ -141,13 +141,15 @@ class StepBuffers:
         self._pads = pads
         assert pads or sizes.tokens is not None, "code of one size"
         self._all = bucket.num_tokens, bucket.num_requests, bucket.num_rows
-        self._inputs = {self._all: self._inputs_of(views if tables is None else views | self._tables_of(tables))}
+        kinds = dict.fromkeys(self._token_fields, 1) | dict.fromkeys(self._request_fields, 2) | {"query_start_loc": 3}
+        of_all = views if tables is None else views | self._tables_of(tables)
+        self._inputs = SizedInputs(of_all, self._inputs_of, _sizes_of(*self._all), kinds)
         self._take(*self._all)
         self._changed = None if tables is None else (views["changed_places"], views["changed_entries"])
         # By the id of a host buffer's arrays: the rows of the requests whose step it has, how many tokens of each, all
         # sampled at, and how many changes of block tables it has seen.
         self._held: dict[int, tuple[np.ndarray | None, tuple[int, ...], int]] = {}
-        # And how many of its tokens, requests and logits rows are not padding.
+        # And behind how many of its tokens, requests and logits rows all is padding.
         self._filled: dict[int, tuple[int, int, int]] = {}
         self.clear()
 
@@ -170,15 +172,8 @@ class StepBuffers:
 
     def _take(self, tokens: int, requests: int, rows: int) -> None:
         """The inputs are those of so many tokens, requests and logits rows from now on; the others are left out."""
-        key = tokens, requests, rows
-        if key not in self._inputs:
-            if len(self._inputs) > _MOST_KEPT:
-                del self._inputs[next(sizes for sizes in self._inputs if sizes != self._all)]
-            counts = dict.fromkeys(self._token_fields, tokens) | dict.fromkeys(self._request_fields, requests)
-            counts["query_start_loc"] = requests + 1
-            views = {name: view[: counts.get(name, rows)] for name, view in self._buffers.tensors.items()}
-            self._inputs[key] = self._inputs_of(views)
-        self.step_input, self.sampling_input, self.feedback = self._inputs[key]
+        own = self._inputs.first(*_sizes_of(tokens, requests, rows))
+        self.step_input, self.sampling_input, self.feedback = own
         self.num_tokens = tokens
 
     def _fields(self, limits: EngineLimits) -> Fields:
@@ -309,10 +304,14 @@ class StepBuffers:
         num_rows = self._fill_logits_rows(fields, output, store, rows, ends - 1, seq_lens)
         if self._has_trees:
             self._fill_trees(fields, output, ends - counts)
-        if self._pads:
-            self._pad(fields, total, n, num_rows)
+        own = total, n, num_rows
+        taken = self._all if self._pads else own_sizes(self.bucket, *own)
+        if taken != own:
+            self._pad(fields, *own)
         else:
-            self._take(total, n, num_rows)
+            before = self._filled[id(fields)]  # what is left of it lies behind this step's, where nothing reads it
+            self._filled[id(fields)] = max(total, before[0]), max(n, before[1]), max(num_rows, before[2])
+        self._take(*taken)
         self._copy()
         return num_rows
 
@@ -476,6 +475,11 @@ class StepBuffers:
             for field in SAMPLING:
                 fields[field.name][num_rows:] = field.padding
             fields["position"][num_rows:] = 0
+
+
+def _sizes_of(tokens: int, requests: int, rows: int) -> tuple[int, int, int, int]:
+    """For ``SizedInputs``: those of fields of logits rows, tokens, and requests, and of ``query_start_loc``."""
+    return rows, tokens, requests, requests + 1
 
 
 def logits_rows(output: SchedulerOutput) -> tuple[np.ndarray, np.ndarray]:

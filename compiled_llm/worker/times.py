@@ -44,7 +44,7 @@ class StartTimes:
 
 @dataclasses.dataclass
 class RunnerTimes:
-    """Seconds since the engine was made, and rows of buckets that held no token.
+    """Seconds since the engine was made, and rows of steps that held no token.
 
     Attributes:
         prepare_seconds: filling buffers.

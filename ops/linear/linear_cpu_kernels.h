@@ -39,13 +39,21 @@ INLINE void store_sums(const Register (&sums)[M][REGISTERS], const Work<T>& work
       std::memcpy(work.sums + (m * REGISTERS + i) * (WIDTH / 32), &sums[m][i], sizeof(Register));
 }
 
-constexpr int64_t AHEAD = 64;  // words from a product to the prefetch of its weights: more than 100 ns of work
+// Words from a product to the prefetch of its weights: 4 or 8 KiB, which is more than 100 ns of work.
+template <int C>
+constexpr int64_t AHEAD = C == 1 ? 128 : 64;
 
 // A prefetch never faults, so it may point past the end of the weights.
 template <int C, class T>
 INLINE void prefetch(const Work<T>& work, int64_t word) {
-  const auto* ahead = work.w + (word + AHEAD) * TILE + (word + AHEAD < work.left ? 0 : (C - 1) * work.w_stride);
+  const auto* ahead = work.w + (word + AHEAD<C>) * TILE + (word + AHEAD<C> < work.left ? 0 : (C - 1) * work.w_stride);
   for (int c = 0; c < C; ++c) __builtin_prefetch(ahead + c * work.w_stride, 0, 2);
+}
+
+// Of the next chunk.
+template <int C, class T>
+INLINE void prefetch_later(const Work<T>& work, int64_t line) {
+  for (int c = 0; c < C; ++c) __builtin_prefetch(work.later + line * TILE + c * work.w_stride, 0, 2);
 }
 
 // Row by row, since rows of the output are often whole pages apart: a cache line that is left half written would be gone
@@ -152,6 +160,7 @@ TARGET void multiply_bf16(const Work<BFloat16>& work) {
     for (int c = 0; c < C; ++c) sums[m][c] = work.first ? Vec{} : load(work.sums + (m * C + c) * TILE);
   for (int64_t p = 0; p < work.words; ++p) {
     if (work.prefetch) prefetch<C>(work, p);
+    if (p < work.later_lines) prefetch_later<C>(work, p);
     Vec w[C];
 #pragma GCC unroll 3
     for (int c = 0; c < C; ++c) w[c] = load(work.w + c * work.w_stride + p * TILE);

@@ -13,7 +13,9 @@ namespace {
 constexpr int64_t STREAM_BYTES = 1 << 17;        // of output: more is written past the caches
 constexpr int64_t TILED_BLOCK_BYTES = 5 << 18;   // of activations, with tile registers: they stay in L2
 constexpr int64_t MANY_ROWS = 256;               // from here on sums are the limit with tile registers, not the weights
-constexpr int64_t FEW_ROWS = 4;                  // up to here memory is the limit even without any prefetch of ours
+constexpr int64_t FEW_ROWS = 4;                  // up to here memory is the limit, where weights come from there
+constexpr int64_t CACHED_BYTES = 1 << 20;        // weights of so many or fewer are those of a model that stays in caches
+constexpr int64_t SPREAD_ROWS = 24;               // from here on the next weights are fetched while these are used
 constexpr int64_t GRAIN_FLOPS = 1 << 18;         // for less, waking a thread takes longer than the work
 constexpr int64_t PIECES = 8;                    // of the columns, for each thread
 
@@ -136,6 +138,8 @@ struct Problem {
   int64_t block;   // of a block of rows
   int64_t cols;    // column tiles of a micro kernel,
   int64_t piece;   // of a piece of the columns
+  bool prefetches;  // its own weights, while the first row group takes them,
+  bool spreads;     // and the next ones, in all row groups
 };
 
 template <class T>
@@ -159,7 +163,7 @@ void multiply_block(const KernelsOf<T>& kernels, const Problem<T>& problem, Work
     const bool last = word + words == problem.words;
     const auto* later = last ? next : w + (word + words) * TILE;
     const int64_t later_words = std::min(problem.chunk, last ? problem.words : problem.words - word - words);
-    const int64_t later_lines = (later_words + groups - 1) / groups;
+    const int64_t later_lines = problem.spreads ? (later_words + groups - 1) / groups : 0;
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t m = std::min(problem.group, rows - g * problem.group), start = row + g * problem.group;
       const bool direct = start < problem.first_packed;
@@ -173,7 +177,7 @@ void multiply_block(const KernelsOf<T>& kernels, const Problem<T>& problem, Work
           .words = words,
           .sums = group_sums,
           .first = word == 0,
-          .prefetch = g == 0 && problem.rows > FEW_ROWS,
+          .prefetch = g == 0 && problem.prefetches,
           .left = problem.words - word,
           .later = later + g * later_lines * TILE,
           .later_lines = later_lines,
@@ -209,9 +213,10 @@ Problem<T> problem_of(const KernelsOf<T>& kernels, const Operands<T>& of, int64_
                                                            : kernels.rows;
   // With many, packing pays: in x itself, rows a power of two apart share a few sets of L1.
   const int64_t first_packed = tiled && group == kernels.rows ? 0 : first_packed_row(of, group, kernels.align);
-  // With few rows one tile after the other: a single stream of weights, which the hardware's prefetchers follow best.
-  // With more, they do not run far enough ahead of the arithmetic, and the first row group prefetches for all.
-  const int64_t cols = rows <= FEW_ROWS && !tiled ? 1 : kernels.cols;
+  // With few rows one tile after the other: a single stream of weights, which the hardware's prefetchers follow best. From
+  // caches that would be slow, since each product waits for the sum before; two tiles have two sums.
+  const bool streams = !tiled && rows <= FEW_ROWS && tiles * words * TILE * static_cast<int64_t>(sizeof(*of.w)) > CACHED_BYTES;
+  const int64_t cols = streams ? 1 : kernels.cols;
   return {
       .rows = rows,
       .N = N,
@@ -234,6 +239,8 @@ Problem<T> problem_of(const KernelsOf<T>& kernels, const Operands<T>& of, int64_
       .block = tiled ? tiled_block(rows, x_words * 4, kernels.rows, kernels.row_block) : kernels.row_block,
       .cols = cols,
       .piece = threads == 1 ? tiles : (tiles / (PIECES * threads) + cols) / cols * cols,
+      .prefetches = !tiled || rows > FEW_ROWS,
+      .spreads = tiled || rows >= SPREAD_ROWS,
   };
 }
 

@@ -1,6 +1,7 @@
 """Adapters in host memory: when files are read, what stays, and what a slot holds."""
 
 import gc
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 from compiled_llm.adapters import host_adapters
 from compiled_llm.adapters.host_adapters import HostAdapters
-from compiled_llm.adapters.peft import read_adapter
+from compiled_llm.adapters.peft import FileStamp, Stamp, read_adapter
 from compiled_llm.api.lora_request import LoRARequest
 from tests.adapters.made import write_adapter
 from tests.adapters.test_peft import SHAPES, places
@@ -45,6 +46,48 @@ def test_files_are_read_when_they_are_new(reads: list[Path], tmp_path: Path) -> 
     write_adapter(Path(one.lora_path), SHAPES, seed=5)
     assert adapters.get(one).digest != first.digest
     assert len(reads) == 3
+
+
+def write(directory: Path, seed: int) -> None:
+    """In place: the files stay those that they are, and keep their size."""
+    directory.mkdir(exist_ok=True)
+    for file in write_adapter(directory.parent / f"of seed {seed}", SHAPES, seed=seed).iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+
+
+def test_a_copy_that_brings_the_time_of_its_file_along_is_seen(tmp_path: Path) -> None:
+    adapters, path = HostAdapters(places(), 8, 2), tmp_path / "one"
+    digests = []
+    for seed in (1, 2):
+        write(path, seed)
+        for file in path.iterdir():
+            os.utime(file, ns=(10**18, 10**18))
+        digests.append(adapters.get(LoRARequest("one", str(path))).digest)
+    assert digests[0] != digests[1]
+
+
+def test_a_change_at_the_same_time_of_a_clock_of_large_steps_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a pretended clock, which goes on when somebody sleeps."""
+    step, now, written = host_adapters._CLOCK_STEP_NS, 10**18 + 5, 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += round(seconds * 1e9)
+
+    def stamp(directory: Path) -> Stamp:
+        return (FileStamp(0, 0, 0, written, written),)
+
+    monkeypatch.setattr(host_adapters, "stamp", stamp)
+    monkeypatch.setattr(host_adapters.time, "sleep", sleep)
+    monkeypatch.setattr(host_adapters.time, "time_ns", lambda: now)
+    adapters, path, digests = HostAdapters(places(), 8, 2), tmp_path / "one", []
+    for seed in (1, 2, 3):
+        write(path, seed)
+        written = now // step * step
+        digests.append(adapters.get(LoRARequest("one", str(path))).digest)
+    assert len(set(digests)) == 3
 
 
 def test_what_nobody_holds_is_dropped(reads: list[Path], tmp_path: Path) -> None:

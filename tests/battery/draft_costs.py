@@ -7,6 +7,7 @@ device alone; "expected" what the steps of a round make of it, with the host; "c
 """
 
 import argparse
+import copy
 import statistics
 import time
 from collections.abc import Sequence
@@ -32,9 +33,9 @@ class WrongDrafts:
         pass
 
 
-def seconds_of_steps(engine: CompiledEngine, batch: int, temperature: float) -> list[tuple[tuple[int, int], float]]:
-    """Of each step of decodes alone, the requests and tokens of its bucket, and seconds until the next one began."""
-    scheduler, found = engine.scheduler, list[tuple[tuple[int, int], float]]()
+def seconds_of_steps(engine: CompiledEngine, batch: int, temperature: float) -> list[float]:
+    """Of each step that decodes ``batch`` requests, the seconds until the next one began."""
+    scheduler, found = engine.scheduler, list[float]()
     own_schedule, began = scheduler.schedule, 0.0
     drafts = scheduler.drafts
     assert drafts is not None
@@ -42,8 +43,8 @@ def seconds_of_steps(engine: CompiledEngine, batch: int, temperature: float) -> 
     def schedule() -> SchedulerOutput:
         nonlocal began
         now, done = time.perf_counter(), engine.scheduler.drafts._done  # type: ignore[union-attr]
-        if done is not None and done.bucket[0] >= batch:
-            found.append((done.bucket, now - began - drafts._looked))
+        if done is not None and done.num_requests == batch:
+            found.append(now - began - drafts._looked)
         began = now
         return own_schedule()
 
@@ -62,7 +63,8 @@ def main() -> None:
     engine = CompiledEngine(speculative_config={"method": "suffix"}, enable_prefix_caching=False)
     drafts, source, rows = engine.scheduler.drafts, WrongDrafts(), []
     assert drafts is not None
-    at_start = [dict(drafts.costs.device(samples)) for samples in (False, True)]
+    start = copy.deepcopy(drafts.costs)
+    costs = drafts.costs
     drafts.source, drafts._adapts = source, False
     for batch in args.batch_sizes:
         for temperature in (0.0, 1.0):
@@ -70,12 +72,15 @@ def main() -> None:
                 samples, came = temperature > 0, list[float]()
                 seconds_of_steps(engine, batch, temperature)
                 for _ in range(args.rounds):
-                    steps = seconds_of_steps(engine, batch, temperature)
-                    size = statistics.mode(sizes for sizes, _ in steps)
-                    came += [seconds for sizes, seconds in steps if sizes == size]
-                device, host = drafts.costs.device(samples)[size], drafts.costs.host(size[0], source.count > 0)
-                row = {"batch": batch, "temperature": temperature, "drafts": source.count, "rows": size[1]}
-                row |= {"start ms": at_start[samples][size] * 1e3, "device ms": device * 1e3, "host ms": host * 1e3}
+                    came += seconds_of_steps(engine, batch, temperature)
+                size = batch, batch * source.count
+                device, host = costs.device(*size, samples), costs.host(batch, source.count > 0)
+                row = {"batch": batch, "temperature": temperature, "drafts": source.count}
+                row |= {
+                    "start ms": start.device(*size, samples) * 1e3,
+                    "device ms": device * 1e3,
+                    "host ms": host * 1e3,
+                }
                 came_seconds = statistics.median(came)
                 row |= {"expected ms": (device + host) * 1e3, "came ms": came_seconds * 1e3}
                 rows.append({**row, "ratio": (device + host) / came_seconds})

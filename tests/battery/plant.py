@@ -1,10 +1,13 @@
 """Runs checks with a bug planted: ``python -m tests.battery.plant``, jobs as JSON on stdin, outcomes on stdout.
 
+With names of bugs as arguments it runs these: ``python -m tests.battery.plant "an abort leaks blocks"``.
+
 The working tree is not touched: the source of one module is changed between reading and compiling it, in a process of
 its own. Those are forks of this one, which has loaded what takes long, and nothing of the package.
 """
 
 import ast
+import dataclasses
 import importlib
 import importlib.machinery
 import json
@@ -20,7 +23,7 @@ from typing import Any
 import hypothesis  # noqa: F401
 import pytest
 
-from tests.battery.planted_bugs import Bug, Checks
+from tests.battery.planted_bugs import BUGS, Bug, Checks
 
 MOST_SECONDS = 120
 # What a check fails with. Anything else, such as a NameError, says that the bug was planted badly.
@@ -127,9 +130,17 @@ def run_in_a_fork(bug: Bug | None, checks: Checks) -> dict[str, str]:
         process.join()
 
 
+def _named(name: str) -> dict[str, Any]:
+    """The job of the bug of this name."""
+    found = next(((bug, checks) for bug, checks in BUGS.items() if bug.name == name), None)
+    if found is None:
+        raise SystemExit(f"no bug of tests/battery/planted_bugs.py has the name {name!r}")
+    return {"bug": dataclasses.asdict(found[0]), "checks": dataclasses.asdict(found[1])}
+
+
 def main() -> None:
     sys.dont_write_bytecode = True
-    jobs = json.load(sys.stdin)
+    jobs = list(map(_named, sys.argv[1:])) or json.load(sys.stdin)
     # As tests/conftest.py sets it, which comes too late here: threads of small tensors wait for each other.
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
     if any(job["checks"]["load_torch"] for job in jobs):

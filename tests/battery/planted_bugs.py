@@ -125,7 +125,12 @@ SCHEDULING = Checks(
     load_torch=False,
 )
 FORKS = Checks(
-    ("tests/battery/test_schedules.py::test_random_schedules", "tests/scheduling/test_forks.py"), load_torch=False
+    (
+        "tests/battery/test_schedules.py::test_random_schedules",
+        "tests/scheduling/test_forks.py",
+        "tests/scheduling/test_window_pool.py",
+    ),
+    load_torch=False,
 )
 WINDOWS = Checks(
     ("tests/scheduling/test_window_pool.py", "tests/battery/test_schedules.py::test_random_schedules"), load_torch=False
@@ -170,6 +175,8 @@ DRAFTED = Checks(
     load_torch=True,
 )
 ACCOUNT = Checks(("tests/scheduling/test_draft_account.py",), load_torch=False)
+BUCKETS = Checks(("tests/scheduling/test_bucket.py",), load_torch=False)
+COSTS = Checks(("tests/scheduling/test_decode_costs.py",), load_torch=False)
 PLANNER = Checks(("tests/scheduling/test_draft_planner.py",), load_torch=False)
 DRAFTERS = Checks(("tests/drafting/test_suffix.py",), load_torch=False)
 LOOKAHEAD = Checks(("tests/drafting/test_lookahead.py", "tests/scheduling/test_drafts.py"), load_torch=False)
@@ -224,8 +231,9 @@ QUANTISED = Checks(
     ),
     load_torch=True,
 )
-
 ADAPTERS = Checks(("tests/battery/test_adapters.py",), load_torch=True)
+ADAPTER_SLOTS = Checks(("tests/scheduling/test_adapter_slots.py",), load_torch=False)
+HOST_ADAPTERS = Checks(("tests/adapters/test_host_adapters.py",), load_torch=True)
 
 # Of modules: the checks that must see their bugs, and these, each as its name and "function: old => new".
 _PLANTED = """
@@ -339,7 +347,7 @@ _PLANTED = """
         a draft is compared with the token after its own
             Scheduler._accept: sampled[num_accepted] => sampled[num_accepted + 1]
         rejected tokens are published
-            Scheduler._accept: start + len(tokens) => start + 1 + len(drafts)
+            Scheduler._accept: min(start + len(tokens), start + in_place) => start + 1 + len(drafts)
         computed tokens that were rejected do not roll back
             Scheduler._accept: request.num_computed_tokens -= 1 + len(drafts) - num_computed =>
         tokens after a stop token are kept
@@ -368,7 +376,18 @@ _PLANTED = """
             DraftPlanner.takes_drafts: self.account.end_rest(self._kind, self._num_rests) => ...
         empty plans rest
             DraftPlanner.plan_next: self._num_rests += 1 => ...
+        tokens of short prompts are no tokens of a step that decodes
+            DraftPlanner.record: num_tokens - num_requests => num_drafts
+    scheduling.decode_costs, COSTS
+        steps with drafts and plain ones have one ratio
+            _Curves.key: num_drafts.bit_length() => 0
+        steps of all numbers of requests have one ratio
+            _Curves.key: (num_requests - 1).bit_length() => 0
+        a step of its own size is expected to take what its requests take
+            _Curves.seconds: num_requests + num_drafts => num_requests
     scheduling.draft_account, ACCOUNT
+        the first plain steps behind drafts are measured
+            _Steps.enter_plain: self.num_before >= SETTLED => True
         what drafts cost counts as saved
             _Steps.enter: step.gained * self.plain - max(0.0, seconds - self.plain)
                 => step.gained * self.plain + max(0.0, seconds - self.plain)
@@ -667,7 +686,14 @@ _PLANTED = """
             Request.prompt_targets: start + count + 1 => start + count
         the context is scored too
             Request.prompt_targets: max(self.num_scored, start + 1) => start + 1
+    scheduling.bucket, BUCKETS
+        steps of fewer sizes than they have leave out tokens
+            _rounded: -(-count // step) * step => count // step * step
+        a step is larger than its bucket
+            own_sizes: min(_rounded(num_tokens), bucket.num_tokens) => _rounded(num_tokens)
     worker.step_buffers, TAGS
+        what fills a rounded size is of the step before
+            StepBuffers.fill: self._pad(fields, *own) => ...
         padding writes to the first block that is handed out
             StepBuffers._pad: SINK_BLOCK => SINK_BLOCK + 1
         padding writes past the sink
@@ -996,7 +1022,7 @@ _PLANTED = """
             _candidates: for steps in STEPS: ... => for steps in STEPS[:1]: ...
         the last candidate is taken
             _chosen: torch.where(error < least, scales, best) => scales
-    scheduling.adapter_slots, ADAPTERS
+    scheduling.adapter_slots, ADAPTER_SLOTS
         a slot keeps the adapter that was evicted
             AdapterSlots.enter: self.loads.append((slot, adapter)) =>
         the adapter of a running request is evicted
@@ -1014,9 +1040,14 @@ _PLANTED = """
     scheduling.prefix_cache, ADAPTERS
         keys of one adapter are taken for those of another
             PrefixCache._digests: [request.adapter] if request.adapter else [] => []
-    adapters.host_adapters, ADAPTERS
+    adapters.host_adapters, HOST_ADAPTERS
         files that changed are not read again
             HostAdapters.get: adapter is None or stamped != found => adapter is None
+        a copy that brings the time of its file along is no change
+            HostAdapters.get: adapter is None or stamped != found =>
+                adapter is None or [file[:4] for file in stamped] != [file[:4] for file in found]
+        files that are changed at once keep their time
+            HostAdapters._read: _wait_for_the_next_time(before) =>
         adapters stay in host memory
             HostAdapters.get: len(self._recent) > self._most => False
     routing.prefixes, ROUTING

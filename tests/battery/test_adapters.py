@@ -25,7 +25,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from compiled_llm import AsyncCompiledEngine, CompiledEngine, LoRARequest, RequestOutput, SamplingParams
-from compiled_llm.adapters.host_adapters import _FRESH_SECONDS
+from compiled_llm.adapters import host_adapters
 from tests.adapters.made import linear_modules, write_adapter
 from tests.adapters.malformed import MALFORMED
 from tests.battery import sized
@@ -41,6 +41,7 @@ ARGUMENTS: dict[str, Any] = {
 MOST_UNFINISHED = 24
 MOST_ADDED_BYTES = 16 * 2**20  # of the second half
 KEPT = 64  # adapters in host memory without a request
+EXCHANGED = 3  # adapters, at the end, one after the other
 NOWHERE = 1e30
 
 
@@ -104,7 +105,7 @@ class Disk:
 
     def contents_of(self, number: int, asked: float, until: float = NOWHERE) -> set[int | None]:
         """What may serve a request of then: the engine takes what it saw within the last second to be unchanged."""
-        since = asked - 2 * _FRESH_SECONDS
+        since = asked - 2 * host_adapters._FRESH_SECONDS
         return {shown.content for shown in self._shown[number] if shown.since < until and shown.until > since}
 
 
@@ -149,10 +150,20 @@ class Client:
                     self.counts[self.disk.change(self._requests.adapter(), self._requests.rng)] += 1
                 group.create_task(self._request())
 
-    async def _request(self) -> None:
+    async def serve_exchanged(self, number: int) -> None:
+        """Serve an adapter before and behind an exchange of its files."""
+        for content in range(2):
+            self.disk.put(number, content)
+            await self._free.acquire()
+            await self._request(number)
+
+    async def _request(self, own: int | None = None) -> None:
+        """``own``: the adapter, else any; then some are aborted."""
         rng, asked = self._requests.rng, time.monotonic()
         prompt, max_tokens, number = self._requests.next()
-        end = rng.randrange(max_tokens) if rng.random() < 0.15 else -1  # outputs before it is aborted
+        may_be_aborted = own is None and rng.random() < 0.15
+        number = number if own is None else own
+        end = rng.randrange(max_tokens) if may_be_aborted else -1  # outputs before it is aborted
         outputs = self.engine.generate(
             {"prompt_token_ids": prompt},
             greedy(max_tokens),
@@ -203,8 +214,9 @@ def used() -> tuple[int, int]:
 @pytest.mark.usefixtures("_one_thread")
 @sized(("adapters", "slots", "requests", "changes"), (12, 2, 60, 20), (2000, 8, 20_000, 1000))
 def test_nothing_is_lost_wrong_or_leaked(
-    adapters: int, slots: int, requests: int, changes: int, tmp_path: Path, battery_counts: Counter[str]
-) -> None:
+    adapters: int, slots: int, requests: int, changes: int, tmp_path: Path, battery_counts: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     modules = {n: size for n, size in linear_modules(transformers_model(MODEL)).items() if ".layers.0." in n}
     disk = Disk(tmp_path, modules, adapters, min(adapters, 300))
     sizes = ARGUMENTS | {"model": str(checkpoint(MODEL))}
@@ -221,6 +233,10 @@ def test_nothing_is_lost_wrong_or_leaked(
             for part in (0.2, 0.3, 0.5):
                 await client.serve(int(requests * part))
                 memory.append(used())
+            # Each change is to be seen at once now, not within a second, which a small run may not last.
+            monkeypatch.setattr(host_adapters, "_FRESH_SECONDS", 0.0)
+            for number in range(EXCHANGED):
+                await client.serve_exchanged(number)
             stats = await served.stats()
             scheduler = engine.scheduler
             assert (stats.num_running, stats.num_waiting, scheduler.pool.num_used) == (0, 0, 0)
@@ -237,7 +253,7 @@ def test_nothing_is_lost_wrong_or_leaked(
     with rows.open("w") as finished:
         client = asyncio.run(all_of_them())
     counts = client.counts
-    assert requests == sum(counts[end] for end in ("finished", "aborted", "refused"))
+    assert requests + 2 * EXCHANGED == sum(counts[end] for end in ("finished", "aborted", "refused"))
     assert min(counts[kind] for kind in ("exchanged", "spoiled", "refused")) > 0
     assert counts["preemptions"] > 0 or requests < 1000  # of few requests it depends on their moments
     assert memory[2][0] - memory[1][0] < MOST_ADDED_BYTES

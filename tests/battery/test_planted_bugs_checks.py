@@ -1,21 +1,36 @@
 """What planted bugs showed to be checked by nothing else: turns that random schedules take too rarely."""
 
-from compiled_llm.scheduling.request import Status
-from tests.fake_engine import add_request, check_result, make_engine, make_request, work_of
+from compiled_llm.scheduling.request import Request, Status
+from compiled_llm.scheduling.scheduler import Scheduler
+from tests.fake_engine import FakeEngine, add_request, check_result, make_engine, make_request, work_of
 
 
-def test_copies_of_an_aborted_request_are_not_made() -> None:
-    """They were due, but the step was empty; and its host blocks are another's by the next one."""
+def engine_with_copies_due() -> tuple[Scheduler, FakeEngine, list[Request]]:
+    """Of the last of three requests, which was preempted as a step was empty: it made none of these copies."""
     scheduler, engine = make_engine(
         6, num_swap_blocks=2, arguments={"policy": "priority", "preemption_mode": "swap"}, max_num_seqs=3, overlap=True
     )
-    a, b, aborted = (make_request(name, 3, count, priority=1) for name, count in (("a", 6), ("b", 6), ("aborted", 12)))
-    for request in (a, b, aborted):
+    requests = [make_request(name, 3, count, priority=1) for name, count in (("a", 6), ("b", 6), ("last", 12))]
+    for request in requests:
         scheduler.add(request)
     for _ in range(6):
         engine.step()
     assert engine.launch() is None, "the last tokens of two are in flight, and the third finds no block"
-    assert len(aborted.host_block_ids) == 2
+    assert len(requests[-1].host_block_ids) == 2
+    return scheduler, engine, requests
+
+
+def test_copies_that_an_empty_step_did_not_make_are_made_by_the_next_one() -> None:
+    _, engine, requests = engine_with_copies_due()
+    engine.run()
+    assert requests[-1].num_preemptions == 1
+    for request in requests:
+        check_result(request)
+
+
+def test_copies_of_an_aborted_request_are_not_made() -> None:
+    """They were due, but the step was empty; and its host blocks are another's by the next one."""
+    scheduler, engine, (a, b, aborted) = engine_with_copies_due()
     scheduler.finish(aborted, "abort")
     urgent = add_request(scheduler, "urgent", 3, 2)
     output = engine.launch()

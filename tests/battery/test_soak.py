@@ -10,7 +10,7 @@ import pytest
 
 from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
 from compiled_llm.compiling import argument_specs
-from compiled_llm.worker import step_buffers
+from compiled_llm.worker import sized_inputs
 from tests.battery.reference import model_directory
 
 MOST_UNFINISHED = 32
@@ -123,7 +123,7 @@ def test_nothing_is_left_of_any_request(
     battery_counts: Counter[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_buffers, "_MOST_KEPT", 1)  # of sizes of steps; more would come for long
+    monkeypatch.setattr(sized_inputs, "_MOST_KEPT", 1)  # of sizes of steps; more would come for long
     monkeypatch.setattr(argument_specs, "_MOST_SEEN", 2)
     num_parts = 10 if num_requests == 20_000 else 4  # after each, nothing is unfinished, and memory is measured
     # 16 blocks, or a slot for one state: fewer than are preempted at times, so that others are computed again.

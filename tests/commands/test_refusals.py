@@ -13,7 +13,16 @@ INT8 = "report weights --max-tokens 8 --quantization int8"
 PERPLEXITY = f"report perplexity --text {__file__}"
 QUANTIZE = "quantize --output new --window 256 --max-tokens 600 --eval-max-tokens 0 --method"
 LM_EVAL = "report lm-eval --tasks a"
-COMMANDS_WITH_JSON = ("exact", KV, INT8, PERPLEXITY, f"{QUANTIZE} rtn --kind int8", "compile", "tune buckets --trace t")
+COMMANDS_WITH_JSON = (
+    "exact",
+    KV,
+    INT8,
+    PERPLEXITY,
+    f"{QUANTIZE} rtn --kind int8",
+    "compile",
+    "tune buckets --trace t",
+    "tune quantization",
+)
 PLAN = "plan --models tiny --machines h200:1x1 --slo ttft:5"
 PLANS = {
     "": "--trace or --rate must be given",
@@ -122,6 +131,12 @@ REFUSED = {
     "tune speculation --trace t --methods ngram layer_skip": "must be one of ngram, suffix, given 'layer_skip'",
     "tune speculation --trace t --temperature -1": "temperature",
     'tune speculation --trace t --speculative-config {"method":"ngram"}': "--speculative-config must be left out",
+    "tune quantization --rows 8 1": "--rows must rise, given 8 1",
+    "tune quantization --prompt-tokens -1": "--prompt-tokens must be at least 0",
+    "tune quantization --quantization int5": "quantization must be",
+    "tune quantization --quantization int8 --quantization-group-size 64": "quantization_group_size must be None",
+    "tune quantization --quantization int8 --quantization-skip gate_up": "given 'gate_up', which names none",
+    f"tune quantization --model {NOWHERE}": NOWHERE,
     "tune attention": "no CUDA GPU here",
     "tune linear": "no CUDA GPU here",
     "tune linear --layer 6144": "must be OUTPUTSxINPUTS",

@@ -60,6 +60,13 @@ def equal_sizes(x: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
     return ops.rms_norm(ops.rms_norm(both, weights[0], 1e-6).abs() * 2, weights[1], 1e-6)
 
 
+def indexed(x: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
+    """Rows of what an op gives, by their numbers, and columns: these are no results of its own."""
+    normed = ops.rms_norm(x, weights[0], 1e-6)
+    numbers = x.argmax(1) % x.shape[0]
+    return ops.rms_norm(normed[numbers], weights[1], 1e-6) + normed[:, 2:3]
+
+
 def arguments(rows: int) -> tuple[Tensor, tuple[Tensor, ...]]:
     generator = torch.Generator().manual_seed(rows)
     x, weights = torch.randn(rows, 8, generator=generator), torch.rand(4, 8, generator=generator)
@@ -73,7 +80,7 @@ def arguments(rows: int) -> tuple[Tensor, tuple[Tensor, ...]]:
     ("function", "num_pieces"),
     [
         *(pytest.param(*case, marks=pytest.mark.battery) for case in ((layers, 2), (views, 2))),
-        (writes, 4), (parts, 2), (only_ops, 0), (equal_sizes, 2),
+        (writes, 4), (parts, 2), (only_ops, 0), (equal_sizes, 2), (indexed, 2),
     ],
 )  # fmt: skip
 def test_does_what_the_function_does(function: Callable[..., Any], num_pieces: int) -> None:

@@ -175,7 +175,7 @@ NOT_RUN = (
 )  # fmt: skip
 # Run with -m battery; else checked only.
 EXPENSIVE = (
-    _COMMAND + r" (exact|compile|tune (buckets|speculation)|report run)\b.*",
+    _COMMAND + r" (exact|compile|tune (buckets|quantization|speculation)|report run)\b.*",
     _BATCH
     + r"\b.* --(report|trace|mode|workers) .*",  # the last ones compile graphs of their own; workers take two cores
     r"compiled-llm check .*--compare\b.*",

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.checkpoint.model_files import DEMO_MODEL
@@ -18,7 +20,7 @@ from compiled_llm.checkpoint.shapes import SHAPES
 from compiled_llm.exact import matrix
 from compiled_llm.exact.check import Plan, check, result_of
 from tests.exact.plans import FEW_GRAPHS, keep, kernels, plan_of, uncompiled
-from tests.families import EVERY_CONFIG, checkpoint
+from tests.families import EVERY_CONFIG, checkpoint, strengthened
 
 # Of CONFIGS: windows, soft caps and heads of 24 elements; biases and one KV head for each query head.
 IN_CI = {"gemma2": "fp8", "llama-biases": "int8"}
@@ -75,6 +77,46 @@ def shape(name: str, directory: Path) -> Path:
 @pytest.mark.battery
 def test_qwen3_of_600_million(tmp_path: Path) -> None:
     check_equal(plan_of(shape("qwen3-0.6b", tmp_path), num_requests=16, load_format="dummy"), 500, 5000)
+
+
+# Layers wide enough for groups of int4 weights: three of Gemma 3 270M, and such as Qwen3-30B-A3B's, of a quarter of the
+# width and 16 of 128 experts.
+_WIDE: dict[str, Any] = {
+    "vocab_size": 4096, "max_position_embeddings": 2048, "initializer_range": 0.1, "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": 2, "num_hidden_layers": 3,
+}  # fmt: skip
+WIDE_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("Gemma3ForCausalLM", {
+        **_WIDE, "hidden_size": 640, "intermediate_size": 2048, "num_attention_heads": 4, "num_key_value_heads": 1,
+        "head_dim": 256, "sliding_window": 512, "query_pre_attn_scalar": 256,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", {
+        **_WIDE, "hidden_size": 512, "intermediate_size": 1536, "moe_intermediate_size": 256, "head_dim": 128,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "num_experts": 16, "num_experts_per_tok": 4,
+        "norm_topk_prob": True, "mlp_only_layers": [1],
+    }),
+}  # fmt: skip
+
+
+def save_wide(name: str, directory: Path) -> None:
+    """The model, with seeded random weights in bfloat16."""
+    class_name, fields = WIDE_CONFIGS[name]
+    model = getattr(transformers, class_name)
+    torch.manual_seed(0)
+    strengthened(model(model.config_class(**fields)).eval()).to(torch.bfloat16).save_pretrained(directory)
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("quantization", [None, "int8", "int4_w4a8"])
+@pytest.mark.parametrize("name", WIDE_CONFIGS)
+def test_rounded_weights_of_wide_layers(name: str, quantization: str | None, tmp_path: Path) -> None:
+    save_wide(name, tmp_path)
+    check_equal(plan_of(tmp_path, num_requests=12, num_tokens=16, quantization=quantization), 350, 6000)
 
 
 @pytest.mark.battery

@@ -70,6 +70,18 @@ def test_the_parts_add_up(engine: CompiledEngine) -> None:
     assert report.device_shares is None, "nothing was profiled"
 
 
+def test_padding_beside_drafts_is_what_the_worker_counts() -> None:
+    """On a CPU: 15 tokens are computed as 16."""
+    with CompiledEngine(
+        enforce_eager=True, dtype="float32", bucket_sizes=(1, 4), token_bucket_sizes=(64,), max_model_len=128,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}, progress="off",
+    ) as engine:  # fmt: skip
+        engine.generate([[7, 8, 9] * count for count in (7, 8, 9)], PARAMS, use_tqdm=False)
+        padding = sum(row.total_padding for row in engine._core.log.rows())
+        assert padding == engine.stats().num_padding_tokens > 0
+        assert engine.report().time["padding"] > 0.0
+
+
 def test_shares_are_of_the_limits(engine: CompiledEngine) -> None:
     engine.reset_report()
     serve(engine)

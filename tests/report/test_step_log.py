@@ -46,6 +46,17 @@ def test_steps_of_a_shape_share_a_row_and_their_work_adds_up() -> None:
     assert mixed == StepWork(1, 1, 31, 1, num_keys=12 + 30, num_pairs=12 + 465, num_states=3)
 
 
+def test_where_steps_have_their_own_sizes_those_with_drafts_alone_have_padding() -> None:
+    own, padded = StepLog(computes_padding=False), StepLog()
+    with_drafts = step([(9, 4), (3, 4), (5, 1)])._replace(num_samples=(4, 4, 1))
+    for log in (own, padded):
+        log.record_step(DECODE, step([(9, 1), (19, 1)]), 0.25)
+        log.record_step(Bucket("decode", 32, 8, query_len=4), with_drafts, 0.25)
+        log.record_step(TOKENS, step([(0, 29)]), 0.25)
+    assert [row.total_padding for row in own.rows()] == [0, 1, 0]
+    assert [row.total_padding for row in padded.rows()] == [6, 23, 35]
+
+
 def test_the_work_in_each_window_adds_up() -> None:
     log, steps = StepLog(windows=(4, 16)), [[(9, 1), (2, 1)], [(10, 1), (3, 1)]]
     for requests in steps:

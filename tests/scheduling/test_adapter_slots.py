@@ -13,6 +13,21 @@ def loads(engine) -> list[str]:
 
 
 @both_loops
+def test_an_adapter_in_use_keeps_its_slot_however_long_ago_it_came(overlap: bool) -> None:
+    scheduler, engine = make_engine(**SIZES, max_loras=2, overlap=overlap)
+    first = add_request(scheduler, "first", 3, 30, adapter="a")
+    engine.step()
+    for adapter in "bc":
+        other = add_request(scheduler, f"of {adapter}", 3, 3, adapter=adapter)
+        while other.status is not Status.FINISHED:
+            engine.step()
+    assert first.status is Status.RUNNING
+    engine.run()
+    copied = [load for output in engine.outputs for load in output.adapter_loads]
+    assert copied == [(1, "a"), (2, "b"), (2, "c")]
+
+
+@both_loops
 def test_requests_share_slots_and_the_least_recently_used_adapter_goes(overlap: bool) -> None:
     scheduler, engine = make_engine(**SIZES, max_loras=2, prefix_caching=True, overlap=overlap)
     requests = []

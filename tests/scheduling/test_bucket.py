@@ -3,7 +3,7 @@
 import dataclasses
 
 from compiled_llm.api.config import EngineLimits
-from compiled_llm.scheduling.bucket import buckets_of, choose_bucket
+from compiled_llm.scheduling.bucket import Bucket, buckets_of, choose_bucket, own_sizes
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 
 LIMITS = EngineLimits(
@@ -108,3 +108,14 @@ def test_a_bucket_has_to_hold_the_logits_rows() -> None:
     output = SchedulerOutput(("a", "b"), (6, 3), (0, 5), (1, 3), (-1, -1), (0,) * 9)
     assert choose_bucket(buckets_of(DRAFTING), output).name == "tokens_16"
     assert output.num_rows == 4
+
+
+def test_where_steps_have_their_own_sizes_those_with_drafts_have_four_a_power_of_two() -> None:
+    bucket = Bucket("decode", 36, 4, query_len=9)
+    found = [own_sizes(bucket, count, 1, count)[0] for count in range(2, 37)]
+    assert list(dict.fromkeys(found)) == [2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 36]
+    assert all(size >= count for count, size in enumerate(found, 2))
+    assert own_sizes(bucket, 33, 4, 17) == (36, 4, 20), "no more than the bucket has, which 40 would be"
+    assert own_sizes(bucket, 9, 9, 9) == (9, 9, 9), "no drafts"
+    assert own_sizes(bucket, 11, 4, 4) == (11, 4, 4), "short prompts"
+    assert own_sizes(Bucket("tokens", 64, 4), 33, 2, 9) == (33, 2, 9)

@@ -6,7 +6,16 @@ import pytest
 
 from compiled_llm.api.streaming import Stream
 from compiled_llm.scheduling.window_pool import WindowPool, most_places, useful_places
-from tests.fake_engine import LIMITS, FakeEngine, add_request, check_result, make_request, make_scheduler
+from tests.fake_engine import (
+    FREE_SWAPS,
+    LIMITS,
+    FakeEngine,
+    add_request,
+    check_result,
+    make_child,
+    make_request,
+    make_scheduler,
+)
 
 SIZE = LIMITS.block_size
 
@@ -102,6 +111,48 @@ def test_a_long_request_runs_in_the_places_of_its_window() -> None:
     check_result(request)
     assert len(used) > 10
     assert max(used) <= 3 + bool(scheduler.has_unfinished_requests())
+
+
+def test_blocks_of_a_window_come_back_from_the_host() -> None:
+    arguments = {"preemption_mode": "swap", "costs": FREE_SWAPS}
+    scheduler = make_scheduler(10, windows=[(6, None)], num_swap_blocks=20, arguments=arguments, max_model_len=40)
+    engine = FakeEngine(scheduler)
+    requests = [add_request(scheduler, name, 10, 20) for name in ("a", "b")]
+    engine.run()
+    assert any(output.windows[0].swapped_in for output in engine.outputs)
+    for request in requests:
+        check_result(request)
+
+
+def test_a_child_computes_what_its_parent_has_dropped() -> None:
+    scheduler = make_scheduler(40, windows=[(6, None)])
+    engine, parent = FakeEngine(scheduler), add_request(scheduler, "parent", 40, 20)
+    while len(parent.output_token_ids) < 4:
+        engine.step()
+    assert parent.held[0].first > 2
+    child = make_child(parent, "child", 4, num_shared=6)
+    scheduler.fork(parent, child)
+    assert child.num_computed_tokens == 0
+    engine.run()
+    check_result(parent)
+    check_result(child)
+
+
+def test_a_child_without_its_parents_places_leaves_the_parents_state_too() -> None:
+    """Of a model that has layers with a window and layers with a state."""
+    scheduler = make_scheduler(40, windows=[(6, None)], num_state_slots=8, token_bucket_sizes=(64,))
+    engine, parent = FakeEngine(scheduler), add_request(scheduler, "parent", 12, 20, keeps_blocks=True)
+    while len(parent.output_token_ids) < 12:
+        engine.step()
+    assert parent.state.before_last
+    child = make_request("child", parent.prompt_token_ids, 4)
+    scheduler.fork(parent, child)
+    assert (child.num_computed_tokens, child.state.slot) == (0, 0)
+    scheduler.end_forking(parent)
+    engine.run()
+    check_result(parent)
+    check_result(child)
+    assert scheduler.pool.states.num_used == 0
 
 
 def test_dropped_places_make_a_shorter_hit() -> None:

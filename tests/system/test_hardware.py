@@ -19,3 +19,12 @@ def test_the_command_has_no_path_from_the_root(monkeypatch: pytest.MonkeyPatch, 
     command = hardware.describe(torch.device("cpu"))["command"]
     expected = 'python ../run.py --python ../peers/bin/python --json=out.json --repeats 3 --args \'{"a": "b=/c"}\''
     assert command == expected
+
+
+def test_a_processor_is_named_with_its_family_and_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"model name": "AMD EPYC", "cpu family": "26", "model": "2", "flags": "fpu avx2 avx512_bf16"}
+    monkeypatch.setattr(hardware, "_cpu_facts", lambda: facts)
+    cpu = torch.device("cpu")
+    assert hardware.describe(cpu)["cpu"] == "AMD EPYC (cpu family 26, model 2) avx2 avx512_bf16"
+    monkeypatch.setattr(hardware, "_cpu_facts", lambda: {"model name": "x", "Features": "asimddp fp"})
+    assert hardware.describe(cpu)["cpu"] == "x asimddp"

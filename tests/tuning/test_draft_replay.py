@@ -96,6 +96,17 @@ def test_new_text_has_no_drafts_and_loses_no_step() -> None:
     assert drafted.decode_seconds == plain.decode_seconds > 0
 
 
+def test_of_one_graph_steps_without_drafts_take_as_long_as_those_of_an_engine_without() -> None:
+    """Those of three requests are between sizes that were measured with drafts and without."""
+    known = [KnownRequest([number], range(100 * number, 100 * number + 40)) for number in (1, 2, 3)]
+    seconds = {(1, 1): 1.0, (1, 2): 1.0, (1, 4): 1.0, (4, 4): 2.0, (4, 8): 3.0, (4, 16): 5.0}
+    limits = limits_for(known, [1, 4], one_graph=True)
+    plain = replay(known, limits, None, seconds)
+    drafted = replay(known, limits, SpeculativeConfig(method="ngram", num_speculative_tokens=3), seconds)
+    assert (drafted.num_drafts, drafted.num_decode_tokens) == (0, plain.num_decode_tokens)
+    assert drafted.decode_seconds == plain.decode_seconds == 39.0
+
+
 def test_an_output_ends_where_it_ended() -> None:
     """By a text or a grammar, say: its last token was among those before, and what was drafted goes on."""
     known = [KnownRequest([7, 8, 9, 7, 8], [9, 7, 8, 9, 7, 8, 9], ends_by_length=False)]

@@ -20,8 +20,8 @@ def test_decodes_of_all_sizes_have_seconds_and_sampling_has_its_own() -> None:
     for (requests, tokens), seconds in decodes.items():
         assert 0 < seconds <= decodes[requests, requests] * tokens / requests, "in proportion to tokens at most"
         assert sampling[requests, tokens] > 0
-        assert costs.device(samples=False)[requests, tokens] == seconds
-        assert costs.device(samples=True)[requests, tokens] == seconds + sampling[requests, tokens]
+        assert costs.measured[requests, tokens] == seconds
+    assert 0 < costs.device(1, 0, samples=False) < costs.device(1, 0, samples=True) <= decodes[1, 1] + sampling[1, 1]
 
 
 def test_ranks_agree_after_which_bucket_none_is_measured() -> None:

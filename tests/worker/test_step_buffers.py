@@ -11,7 +11,7 @@ from compiled_llm.models.weights import tensors
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
 from compiled_llm.scheduling.bucket import Bucket, buckets_of, choose_bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput, StartedRequest, StateOutput, WindowOutput
-from compiled_llm.worker import step_buffers
+from compiled_llm.worker import sized_inputs
 from compiled_llm.worker.block_tables import BlockTables
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.step_buffers import StepBuffers
@@ -98,17 +98,41 @@ def test_without_padding_the_inputs_end_with_the_step(store: RequestRows) -> Non
     assert exact.step_input is first, "sizes that were met before"
 
 
+def test_steps_with_drafts_come_in_few_sizes(store: RequestRows) -> None:
+    """Of 8 to 16 tokens those of even numbers: one row of padding at most, which nothing of another step is left in."""
+    bucket = Bucket("decode", 20, 4, query_len=12)
+    padded, own = (StepBuffers(bucket, LIMITS, CPU, pads=pads) for pads in (True, False))
+    hot = SamplingParams(temperature=0.5, top_p=0.5)
+    store.update(step_of(Item("a", [1] * 4, 0, [3, 9, 4, 8, 5, 7], hot), Item("b", [2] * 4, 0, [6, 10], hot, seed=3)))
+    seen = []
+    for count in (1, 2, 5, 11, 10, 9, 1, 9, 2, 10):
+        items = [Item("a", list(range(30, 30 + count)), 4, [], samples=count), Item("b", [21], 4, [])]
+        step = step_of(*items)
+        rows = store.update(step)
+        assert padded.fill(step, rows, store) == own.fill(step, rows, store) == count + 1
+        tokens = len(own.step_input.input_ids)
+        seen.append(tokens)
+        assert own.num_tokens == tokens
+        for name in ("input_ids", "positions", "slot_mapping", "logits_indices"):
+            assert torch.equal(getattr(own.step_input, name), getattr(padded.step_input, name)[:tokens]), (count, name)
+        assert own.step_input.query_start_loc.tolist() == [0, count, count + 1], "padding is of no request"
+        assert own.step_input.seq_lens.tolist() == [4 + count, 5]
+        for name, values in own.sampling_input._asdict().items():
+            assert torch.equal(values, getattr(padded.sampling_input, name)[:tokens]), (count, name)
+    assert seen == [2, 3, 6, 12, 12, 10, 2, 10, 3, 12]
+
+
 def test_inputs_are_kept_of_some_sizes(store: RequestRows, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_buffers, "_MOST_KEPT", 2)
+    monkeypatch.setattr(sized_inputs, "_MOST_KEPT", 2)
     buffers, released, seen = StepBuffers(Bucket("tokens", 8, 4), LIMITS, CPU, pads=False), (), []
-    for count in (1, 2, 3, 1, 3):
+    for count in (1, 2, 1, 3, 1, 2):
         step = step_of(Item("a", [1] * count, 0, [3, 9], SamplingParams()), released=released)
         buffers.fill(step, store.update(step), store)
         released = ("a",)
         seen.append(buffers.step_input)
         assert len(buffers.step_input.input_ids) == count
-    assert seen[4] is seen[2]
-    assert seen[3] is not seen[0]
+    assert seen[4] is seen[2] is seen[0], "those that were not met for the longest time go first"
+    assert seen[5] is not seen[1]
 
 
 def test_fields_of_a_mixed_step_and_its_padding(store: RequestRows, buffers: StepBuffers) -> None:

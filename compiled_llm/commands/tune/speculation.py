@@ -88,7 +88,7 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
                 drafts = engine.scheduler.drafts
                 assert drafts is not None
                 if args.step_seconds is None:
-                    seconds, one_graph = dict(drafts.costs.device(samples=False)), engine.scheduler.limits.mixes_lens
+                    seconds, one_graph = dict(drafts.costs.measured), engine.scheduler.limits.mixes_lens
                 requests = _answered(engine, args, lines)
         else:
             requests = _known(lines, _tokenize(engine_config(args)))
