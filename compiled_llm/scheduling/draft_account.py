@@ -199,6 +199,8 @@ class DraftAccount:
             steps.enter_plain(step.seconds)
         elif steps is not None:
             steps.enter(step)
+            if step.looked and not self._one_graph:
+                steps.num_before = 0  # the next one did not start while this one ran
             if steps.age >= _STALE and self._one_graph and steps.num_before > SETTLED:
                 steps.plain, steps.age, steps.num_new = moved(steps.plain, step.seconds), _STALE, 0
 

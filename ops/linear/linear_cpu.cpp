@@ -67,7 +67,7 @@ template <class T>
 void multiply(const KernelsOf<T>& kernels, const Operands<T>& of) {
   const int64_t rows = of.rows, flops = rows * of.tiles * of.words * TILE;
   const int64_t threads = std::min(num_threads(), flops / GRAIN_FLOPS + 1);
-  const Problem<T> problem = problem_of(kernels, of, threads);
+  const Problem<T> problem = problem_of(kernels, of, threads, weight_bytes(of));
   std::vector<std::atomic<int64_t>> taken((rows + problem.block - 1) / problem.block);
   const int64_t blocks = taken.size(), x_words = problem.x_words, group = problem.group, first = problem.first_packed;
   const auto pack = [&](int64_t begin, int64_t end, uint32_t* to) {

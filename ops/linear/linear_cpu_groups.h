@@ -47,12 +47,15 @@ std::vector<Unit<T>> units_of(const std::vector<Operands<T>>& groups, const std:
 // The rows of a unit are packed by the thread that takes it.
 template <class T>
 void multiply_groups(const KernelsOf<T>& kernels, const std::vector<Operands<T>>& groups) {
-  int64_t flops = 0, room = 0;
-  for (const Operands<T>& of : groups) flops += of.rows * of.tiles * of.words * TILE;
+  int64_t flops = 0, room = 0, bytes = 0;
+  for (const Operands<T>& of : groups) {
+    flops += of.rows * of.tiles * of.words * TILE;
+    bytes += weight_bytes(of);
+  }
   const int64_t threads = std::min(num_threads(), flops / GRAIN_FLOPS + 1);
   std::vector<Problem<T>> problems;
   for (const Operands<T>& of : groups) {
-    problems.push_back(problem_of(kernels, of, threads));
+    problems.push_back(problem_of(kernels, of, threads, bytes));
     const Problem<T>& problem = problems.back();
     if (problem.first_packed < problem.rows)
       room = std::max(room, kernels.aligned(std::min(problem.block, problem.rows)) * problem.x_words);

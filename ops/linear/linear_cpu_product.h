@@ -201,9 +201,14 @@ int64_t tiled_block(int64_t rows, int64_t bytes, int64_t group, int64_t most) {
   return (even + group - 1) / group * group;
 }
 
-// How it is cut, for a number of threads.
 template <class T>
-Problem<T> problem_of(const KernelsOf<T>& kernels, const Operands<T>& of, int64_t threads) {
+int64_t weight_bytes(const Operands<T>& of) {
+  return of.tiles * of.words * TILE * static_cast<int64_t>(sizeof(*of.w));
+}
+
+// How it is cut, for a number of threads. `bytes`: of all weights that the op reads.
+template <class T>
+Problem<T> problem_of(const KernelsOf<T>& kernels, const Operands<T>& of, int64_t threads, int64_t bytes) {
   const int64_t rows = of.rows, N = of.N, tiles = of.tiles, words = of.words, x_words = kernels.x_words(kernels.aligned(words));
   const bool tiled = kernels.align > 1;
   // With few rows a single row tile at a time: it waits less for weights that come from memory. 8 rows as 4 and 4, not 6
@@ -214,8 +219,8 @@ Problem<T> problem_of(const KernelsOf<T>& kernels, const Operands<T>& of, int64_
   // With many, packing pays: in x itself, rows a power of two apart share a few sets of L1.
   const int64_t first_packed = tiled && group == kernels.rows ? 0 : first_packed_row(of, group, kernels.align);
   // With few rows one tile after the other: a single stream of weights, which the hardware's prefetchers follow best. From
-  // caches that would be slow, since each product waits for the sum before; two tiles have two sums.
-  const bool streams = !tiled && rows <= FEW_ROWS && tiles * words * TILE * static_cast<int64_t>(sizeof(*of.w)) > CACHED_BYTES;
+  // caches that would be slow, since each product waits for the sum before; several tiles have several sums.
+  const bool streams = !tiled && rows <= FEW_ROWS && bytes > CACHED_BYTES;
   const int64_t cols = streams ? 1 : kernels.cols;
   return {
       .rows = rows,

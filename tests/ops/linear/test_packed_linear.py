@@ -70,6 +70,18 @@ def test_matches_float(run: Runner, n: int, k: int, with_bias: bool) -> None:
         assert_rounded_once(run(x, linear.pack_weight(weight), offset, n), x, weight, offset)
 
 
+def test_few_rows_of_weights_that_come_from_memory(run: Runner) -> None:
+    """More than 1 MiB are read as one stream by up to four rows, and ahead by 24 and more: with the same bits."""
+    n, k = 1040, 530
+    x, weight, bias = run.problem(25, n, k)
+    packed = linear.pack_weight(weight)
+    assert packed.nbytes > 2**20
+    whole = run(x, packed, bias, n)
+    assert_rounded_once(whole, x, weight, bias)
+    for rows in (1, 2, 4, 5):
+        assert torch.equal(run(x[:rows].contiguous(), packed, bias, n), whole[:rows]), rows
+
+
 def test_infinity_and_overflow_arrive(run: Runner) -> None:
     x, weight, _ = run.problem(9, 20, 33)
     packed = linear.pack_weight(weight)
