@@ -174,8 +174,9 @@ def test_a_row_that_ends_every_process_is_found_and_the_others_are_served() -> N
     assert errors.keys() == {3, 50}
     assert "the engine's process ended (signal SIGKILL)" in str(errors[3])
     assert sorted(result.index for result in results) == list(range(100))
-    assert processes.served[3] == processes.served[50] == 4
-    assert max(processes.served.values()) == 4
+    # A process that is sent one of them may be ended by the other one before it takes it.
+    assert all(2 <= processes.served[index] <= 4 for index in (3, 50))
+    assert max(processes.served.values()) <= 4
 
 
 def test_two_rows_side_by_side_that_end_every_process_are_both_found() -> None:
