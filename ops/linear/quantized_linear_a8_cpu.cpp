@@ -185,20 +185,20 @@ void multiply_unit(const Kernels& all, const KernelsOf8<T>& kernels, const Kerne
                       out + unit.row * of.N + column, of.N});
       continue;
     }
+    const Work8 work = {
+        .x = x,
+        .w = w,
+        .words = words,
+        .group = group,
+        .scales = place.scales.data(),
+        .zeros = zeros,
+        .totals = place.totals,
+        .later = of.codes_of(later),
+    };
     for (int64_t i = 0; i < unit.rows; i += all.rows) {
       const int64_t m = std::min(all.rows, unit.rows - i), row = unit.row + i;
-      const Rows8 own = x.from(row);
-      multiply[(m - 1) * all.cols + c - 1]({
-          .x = own,
-          .w = w,
-          .words = words,
-          .group = group,
-          .scales = place.scales.data(),
-          .zeros = zeros,
-          .totals = place.totals,
-          .later = of.codes_of(later),
-      });
-      kernels.finish({m, columns, place.totals, c * TILE, own.scales, bias, out + row * of.N + column, of.N});
+      multiply[(m - 1) * all.cols + c - 1](work, row);
+      kernels.finish({m, columns, place.totals, c * TILE, x.scales + row, bias, out + row * of.N + column, of.N});
     }
   }
   if (tiled) all.tiles.end();

@@ -192,8 +192,9 @@ INLINE int64_t multiply_pairs(const Work8& work, int64_t word, int64_t end, IntR
 
 // Small products hold several sums of each output, so that they do not wait for one another.
 template <int BITS, int M, int C>
-TARGET void multiply(const Work8& given) {
-  const Work8 work = given;  // of its own: no store to totals can change it
+TARGET void multiply(const Work8& given, int64_t row) {
+  Work8 work = given;  // of its own: no store to totals can change it
+  work.x = given.x.from(row);
   constexpr int STEP = BITS == 4 ? 2 : 1, SUMS = M * C * PARTS <= 2 ? 4 : M * C * PARTS <= 6 ? 2 : 1;
   const int64_t groups = work.x.groups, w_stride = work.words * WORD_BYTES;
   std::memset(work.totals, 0, M * C * TILE * sizeof(float));
@@ -466,7 +467,7 @@ TARGET void finish(const Finish8<T>& of) {
 }
 
 template <int BITS, size_t... I>
-constexpr std::array<void (*)(const Work8&), sizeof...(I)> products(std::index_sequence<I...>) {
+constexpr std::array<void (*)(const Work8&, int64_t), sizeof...(I)> products(std::index_sequence<I...>) {
   return {&multiply<BITS, I / COLS + 1, I % COLS + 1>...};
 }
 

@@ -37,7 +37,8 @@ struct Quantize {
   int32_t offset;        // of the codes of weights, as they are multiplied
 };
 
-// Products of M rows and C column tiles, each over all inputs.
+// Products of M rows and C column tiles, each over all inputs. One of these serves all groups of M rows: a kernel reads
+// several fields at once, and would wait, if they had just been written, until all results before them are in the caches.
 struct Work8 {
   Rows8 x;
   const uint8_t* w;    // [C, words, 64]
@@ -114,8 +115,8 @@ struct KernelsOf8 {
 struct Kernels {
   int64_t rows, cols;  // of the largest product
   int32_t offset;      // of codes of int8, as they are multiplied
-  void (*const* int8)(const Work8&);  // [rows, cols]: entry [m - 1, c - 1]
-  void (*const* int4)(const Work8&);
+  void (*const* int8)(const Work8&, int64_t row);  // [rows, cols]: entry [m - 1, c - 1], of `m` rows from `row` on
+  void (*const* int4)(const Work8&, int64_t row);
   TileKernels tiles;  // nulls where there are none
   void (*widen)(const int8_t* from, int64_t count, float* to);  // zeros; a multiple of TILE
   KernelsOf8<BFloat16> bf16;
