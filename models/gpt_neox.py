@@ -89,6 +89,8 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: GPTNeo
         attended = attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step)
         if config.use_parallel_residual:  # attention and MLP read the same
             beside = attended.tensor()
+            if attended.rows is not None:
+                x.keep(attended.rows)
             x += mlp(x.normed(w.mlp_norm), w.mlp, activation).plus(beside)
         else:
             x += attended

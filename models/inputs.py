@@ -37,6 +37,8 @@ class StepInput(NamedTuple):
     features: Tensor | None = None  # [T, F] of networks that draft from a model's hidden states
     adapter_slots: Tensor | None = None  # [T] where the adapter of each token's request lies; 0: it has none
     ancestors: Tensor | None = None  # [T] int64, as the attention op has them; None where no drafts are a tree
+    kept_rows: Tensor | None = None  # [K] the tokens that go on behind the last attention, to which ``logits_indices``
+    # refer then; None: all
 
 
 class LayerCache(NamedTuple):

@@ -234,6 +234,7 @@ class StepRecorder:
         self.records: defaultdict[str, Record] = defaultdict(dict)
         self._steps = engine.own_runner.steps
         engine.own_runner.watch = self
+        engine.own_runner.steps.keeps_all_rows = True  # they are compared
 
     def __call__(self, output: SchedulerOutput, bucket: Bucket, run: Callable[[], Tensor]) -> Tensor:
         for _, adapter in output.adapter_loads:

@@ -13,12 +13,13 @@ from torch import Tensor
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.draft_heads.taps import KeptTaps, Taps
 from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.last_rows import with_last_rows
 from compiled_llm.models.layers.attention import for_queries, make_plans, with_plans, with_window_tables
 from compiled_llm.models.linears.adapted import with_slots, with_slots_of_head
 from compiled_llm.models.linears.vocabulary import OwnLogits, shared_head
 from compiled_llm.models.registry import family_of, layers_of
 from compiled_llm.models.stages import is_first, is_last, with_stream
-from compiled_llm.ops import keep_greedy_tokens, keep_rows
+from compiled_llm.ops import keep_greedy_tokens, keep_rows, rows_at
 from compiled_llm.step.logits import LogitsInput, due_rows, process_logits
 from compiled_llm.step.logits_transforms import LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows, logprob_rows
@@ -30,7 +31,7 @@ class Feedback(NamedTuple):
 
     source: Tensor  # [T] int32: the row of last_tokens that holds this input token, or -1 where input_ids holds it
     last_tokens: Tensor  # [R] int64, at least as long as any bucket's R; read, then overwritten with this step's
-    hidden: Tensor  # [T, D], at least as long as any bucket's T; overwritten with the input of the head
+    hidden: Tensor  # [T, D], at least as long as any bucket's T; overwritten with the input of the head, or kept rows of it
     taken: Tensor | None = None  # [T, taps * D], as long; overwritten with the inputs of the layers ``taps``
     kept: Tensor | None = None  # [B, S, taps * D], of a KV cache: these go to the slots of their tokens
 
@@ -64,15 +65,23 @@ def step_function(
         step_input = _fed_back(step_input, feedback)
         own = with_own_tables(step_input)
         of_head = weights
-        if own.adapter_slots is not None:
-            of_head = with_slots_of_head(weights, own.adapter_slots, step_input.logits_indices)
-            weights = with_slots(weights, own.adapter_slots)
+        slots = of_kept = own.adapter_slots  # of all tokens, and of those that are kept
+        if slots is not None:
+            if own.kept_rows is not None:
+                of_kept = torch.index_select(slots, 0, own.kept_rows)
+            of_head = with_slots_of_head(weights, of_kept, step_input.logits_indices)
+            weights = with_slots(weights, slots)
         kept = feedback.kept
         read = Taps(taps) if kept is None else KeptTaps(taps, kept, step_input.slot_mapping)
         tapped = read.on(weights) if taps else weights
         if not begins:
             tapped = with_stream(tapped, feedback.hidden.narrow(0, 0, step_input.input_ids.shape[0]))
-        if planned is None or not step_input.seq_lens.is_cuda:
+        if own.kept_rows is not None:
+            assert not taps and kept is None and feedback.taken is None, "drafters read all rows"
+            of_rows = with_last_rows(tapped, own.kept_rows, of_kept)
+            hidden = forward(tapped if of_rows is None else of_rows, own, kv_cache, model_config, layers)
+            hidden = rows_at(hidden, own.kept_rows) if of_rows is None else hidden
+        elif planned is None or not step_input.seq_lens.is_cuda:
             hidden = forward(tapped, own, kv_cache, model_config, layers)
         else:
             plans = make_plans(planned, step_input, kv_cache, feedback.hidden.element_size())

@@ -75,8 +75,9 @@ class CompiledSteps:
         buffers: the inputs of each bucket.
         tables: on a GPU, the block tables of all requests.
         last_tokens: ``[R]`` int64 on the device: the tokens that the last step chose.
-        hidden: ``[T, D]`` on the device: what the head took in the last step, of all its tokens. Of a stage before the
-            next step: what that begins with.
+        hidden: ``[T, D]`` on the device: what the head took in the last step, of all its tokens, or of those that it
+            kept. Of a stage before the next step: what that begins with.
+        keeps_all_rows: whether each step keeps all; as it is, on a CPU those that keep some do where prompts are scored.
         taken: ``[T, taps * D]``, the inputs of layers that a drafter reads; None where it reads none, or its cache has
             them.
         cache: where compiled functions are kept on disk; None before ``compile``, and where they are not kept.
@@ -110,8 +111,13 @@ class CompiledSteps:
         # A recorded graph has one size, and features are kept of all tokens of a bucket.
         has_features = drafter is not None and bool(drafter[1]) and isinstance(drafter[1][-1], FeatureCache)
         pads = device.type != "cpu" or graph_pool is not None or has_features
+        self._taps = () if drafter is None else drafter[0].taps
+        self._keeps_hidden = drafter is not None and bool(drafter[1]) and isinstance(drafter[1][-1], HiddenCache)
+        self.keeps_all_rows = False
+        keeps_rows = is_last(model_config) and not (pads or self._taps or self._keeps_hidden)
+        of_all: tuple[Any, ...] = limits, device, self._windows, self.tables, self.uses_trees, pads, keeps_rows
         self.buffers = {
-            bucket: StepBuffers(bucket, limits, device, self._windows, self.tables, self.uses_trees, pads)
+            bucket: StepBuffers(bucket, *of_all)
             for bucket in self.buckets
         }
         num_rows = max(bucket.num_rows for bucket in self.buckets)
@@ -123,8 +129,6 @@ class CompiledSteps:
         sizes = StepSizes.of(limits, device, self.uses_trees)
         mark_sizes(self.last_tokens, sizes.most_rows)
         mark_sizes(self.hidden, sizes.most_tokens)
-        self._taps = () if drafter is None else drafter[0].taps
-        self._keeps_hidden = drafter is not None and bool(drafter[1]) and isinstance(drafter[1][-1], HiddenCache)
         is_taken = bool(self._taps) and not self._keeps_hidden
         self.taken = _buffer_of_taps(self.hidden, len(self._taps), sizes) if is_taken else None
         for table in weights.ropes if model_config.ropes else ():  # those of transformers' code are other constants
@@ -437,7 +441,8 @@ class CompiledSteps:
         """Write a step. Returns the rows ``[R]`` int64 of its requests in ``store``, and the number of logits rows."""
         rows = store.update(output)
         self._slot = 1 - self._slot
-        return rows, self.buffers[bucket].fill(output, rows, store, self._slot)
+        keeps_all = self.keeps_all_rows or bool(output.prompt_targets)
+        return rows, self.buffers[bucket].fill(output, rows, store, self._slot, keeps_all=keeps_all)
 
     def step_arguments(self, bucket: Bucket) -> tuple[Any, StepInput, KVCache, Feedback]:
         """What the compiled step of ``bucket`` is called with, each time."""

@@ -55,6 +55,7 @@ class StepSizes(NamedTuple):
     vocabulary: DynamicSize | None = None  # V, to what takes logits
     mask_words: DynamicSize | None = None  # V / 32, rounded up
     prompt_rows: DynamicSize | None = None  # tokens of prompts whose log-probabilities are computed at a time
+    kept: DynamicSize | None = None  # K, of rows that go on behind the last attention
 
     @classmethod
     def of(cls, limits: EngineLimits, device: torch.device, uses_trees: bool = False) -> "StepSizes":
@@ -81,6 +82,7 @@ class StepSizes(NamedTuple):
             DynamicSize("vocabulary", 20011),
             DynamicSize("vocabulary / 32", 626),
             DynamicSize("rows of prompts", 7),
+            DynamicSize("kept rows", 6),
         )
 
 
@@ -100,6 +102,7 @@ class StepBuffers:
         tables: where the device has the block tables of all requests. None, as on a CPU: a step's own are filled in.
         uses_trees: whether torch records the CUDA graphs.
         pads: whether a step computes all of the bucket, as a graph of its size does.
+        keeps_rows: whether a step goes on behind the last attention with some rows alone; not with ``pads``.
 
     Attributes:
         step_input, sampling_input: views on the device at fixed addresses; once ``fill`` was called, of ``own_sizes``,
@@ -118,6 +121,7 @@ class StepBuffers:
         tables: BlockTables | None = None,
         uses_trees: bool = False,
         pads: bool = True,
+        keeps_rows: bool = False,
     ) -> None:
         self.bucket = bucket
         self.block_size = limits.block_size
@@ -133,6 +137,8 @@ class StepBuffers:
         self._state_fields = StateRows._fields if limits.num_state_slots else ()
         self._adapter_fields = ("adapter_slots",) if limits.max_loras and bucket.adapters is not False else ()
         self._has_trees = limits.has_draft_trees
+        assert not (pads and keeps_rows), "code of one size"
+        self._keeps_rows = keeps_rows
         fields = ({} if tables is None else self._fields_of_tables()) | self._fields(limits)
         self._tables, self._num_changed = tables, 0
         self._buffers = FieldBuffers(fields, device)
@@ -140,8 +146,9 @@ class StepBuffers:
         self._mark(views, sizes)
         self._pads = pads
         assert pads or sizes.tokens is not None, "code of one size"
-        self._all = bucket.num_tokens, bucket.num_requests, bucket.num_rows
-        kinds = dict.fromkeys(self._token_fields, 1) | dict.fromkeys(self._request_fields, 2) | {"query_start_loc": 3}
+        self._all = bucket.num_tokens, bucket.num_requests, bucket.num_rows, bucket.num_tokens
+        kinds = dict.fromkeys(self._token_fields, 1) | dict.fromkeys(self._request_fields, 2)
+        kinds |= {"query_start_loc": 3, "kept_rows": 4}
         of_all = views if tables is None else views | self._tables_of(tables)
         self._inputs = SizedInputs(of_all, self._inputs_of, _sizes_of(*self._all), kinds)
         self._take(*self._all)
@@ -170,9 +177,9 @@ class StepBuffers:
         sampling_input = SamplingInput(**{name: views[name] for name in SamplingInput._fields})
         return step_input, sampling_input, views["feedback"]
 
-    def _take(self, tokens: int, requests: int, rows: int) -> None:
-        """The inputs are those of so many tokens, requests and logits rows from now on; the others are left out."""
-        own = self._inputs.first(*_sizes_of(tokens, requests, rows))
+    def _take(self, tokens: int, requests: int, rows: int, kept: int) -> None:
+        """The inputs are those of so many tokens, requests, logits rows and kept rows from now on; no others."""
+        own = self._inputs.first(*_sizes_of(tokens, requests, rows, kept))
         self.step_input, self.sampling_input, self.feedback = own
         self.num_tokens = tokens
 
@@ -188,6 +195,7 @@ class StepBuffers:
             "query_start_loc": ((requests + 1,), torch.int32),
             "seq_lens": ((requests,), torch.int32),
             "logits_indices": ((rows,), torch.int32),
+            **({"kept_rows": ((tokens,), torch.int32)} if self._keeps_rows else {}),
             **({"ancestors": ((tokens,), torch.int64)} if limits.has_draft_trees else {}),
             **{name: ((tokens,), torch.int32) for name, _ in self._window_fields},
             **dict.fromkeys(self._adapter_fields, ((tokens,), torch.int32)),
@@ -225,7 +233,7 @@ class StepBuffers:
         """Tell the compiler which sizes are dynamic."""
         of_fields: dict[str, DynamicSize | None] = dict.fromkeys(self._token_fields, sizes.tokens)
         of_fields |= dict.fromkeys(self._request_fields, sizes.requests)
-        of_fields |= {"query_start_loc": sizes.starts, "logits_indices": sizes.rows}
+        of_fields |= {"query_start_loc": sizes.starts, "logits_indices": sizes.rows, "kept_rows": sizes.kept}
         of_fields |= dict.fromkeys(("header", "changed_places", "changed_entries"))  # no compiled code has them
         for name, view in views.items():
             is_table = name.startswith("block_table")
@@ -249,10 +257,15 @@ class StepBuffers:
         self._buffers.copy()
         self._take(*self._all)
 
-    def fill(self, output: SchedulerOutput, rows: np.ndarray, store: RequestRows, slot: int = 0) -> int:
-        """Write a step. ``rows`` [R] int64: those of its requests in ``store``. Returns the number of logits rows.
+    def fill(
+        self, output: SchedulerOutput, rows: np.ndarray, store: RequestRows, slot: int = 0, *, keeps_all: bool = False
+    ) -> int:
+        """Write a step. Returns the number of logits rows.
 
-        ``slot``: where a graph that ``begin_graph`` began leaves its tokens.
+        Args:
+            rows: ``[R]`` int64, those of its requests in ``store``.
+            slot: where a graph that ``begin_graph`` began leaves its tokens.
+            keeps_all: whether the head's input is wanted of all tokens, where a step keeps some.
         """
         fields = self._buffers.next_arrays()
         if self._tables is not None:
@@ -305,15 +318,30 @@ class StepBuffers:
         if self._has_trees:
             self._fill_trees(fields, output, ends - counts)
         own = total, n, num_rows
-        taken = self._all if self._pads else own_sizes(self.bucket, *own)
+        taken = self._all[:3] if self._pads else own_sizes(self.bucket, *own)
         if taken != own:
             self._pad(fields, *own)
         else:
             before = self._filled[id(fields)]  # what is left of it lies behind this step's, where nothing reads it
             self._filled[id(fields)] = max(total, before[0]), max(n, before[1]), max(num_rows, before[2])
-        self._take(*taken)
+        self._take(*taken, self._keep_rows(fields, taken[0], taken[2], num_rows, keeps_all=keeps_all))
         self._copy()
         return num_rows
+
+    def _keep_rows(self, fields: Arrays, tokens: int, rows: int, num_rows: int, *, keeps_all: bool) -> int:
+        """Of a step of so many tokens and logits rows, write which tokens are kept. Returns how many.
+
+        ``num_rows``: of logits, without padding.
+        """
+        if not self._keeps_rows:
+            return tokens
+        kept, indices = fields["kept_rows"], fields["logits_indices"]
+        if keeps_all:
+            kept[:tokens] = np.arange(tokens, dtype=np.int32)
+            return tokens
+        kept[:num_rows], kept[num_rows:rows] = indices[:num_rows], 0
+        indices[:rows] = np.arange(rows, dtype=np.int32)
+        return rows
 
     def _fill_logits_rows(
         self,
@@ -477,9 +505,9 @@ class StepBuffers:
             fields["position"][num_rows:] = 0
 
 
-def _sizes_of(tokens: int, requests: int, rows: int) -> tuple[int, int, int, int]:
-    """For ``SizedInputs``: those of fields of logits rows, tokens, and requests, and of ``query_start_loc``."""
-    return rows, tokens, requests, requests + 1
+def _sizes_of(tokens: int, requests: int, rows: int, kept: int) -> tuple[int, int, int, int, int]:
+    """For ``SizedInputs``: of fields of logits rows, tokens, requests, of ``query_start_loc`` and of kept rows."""
+    return rows, tokens, requests, requests + 1, kept
 
 
 def logits_rows(output: SchedulerOutput) -> tuple[np.ndarray, np.ndarray]:

@@ -47,6 +47,13 @@ class GivenNorm(NamedTuple):
     stream: Tensor  # [T, D]
 
 
+class OfSomeRows(NamedTuple):
+    """A block's last linear layer, which computes some rows alone; what follows has no others (``models/last_rows.py``)."""
+
+    linear: Linear
+    rows: Tensor  # [R] int32
+
+
 class FetchingNorm(NamedTuple):
     """A norm of a layer's input, before which weights that lie in host memory begin to come (``models/offload.py``).
 
@@ -138,6 +145,10 @@ class Residual:
         y, x = change.linear.followed(delta, change.x, following)
         self.settle(x)
         return y
+
+    def keep(self, rows: Tensor) -> None:
+        """Leave of the sum ``rows`` ``[R]`` int32 alone."""
+        self.settle(ops.rows_at(self.tensor(), rows))
 
     def multiply(self, scale: Tensor) -> None:
         """Multiply the sum by ``scale`` ``[1]`` float32: with the next norm."""
@@ -242,13 +253,21 @@ class Normed:
 
 
 class BlockOutput:
-    """A block's last linear layer with its input: ``norm(linear(x) * multiplier + beside)``, a ``Summand``."""
+    """A block's last linear layer with its input: ``norm(linear(x) * multiplier + beside)``, a ``Summand``.
+
+    Attributes:
+        rows: ``[R]`` int32, those of ``x`` that it computes; the sum that it is added to keeps these. None: all.
+    """
 
     multiplier: float = 1.0
     beside: Tensor | None = None  # [T, D]
     norm: Tensor | None = None  # [D], the weight of an RMS norm
 
-    def __init__(self, x: Tensor, linear: Linear) -> None:
+    def __init__(self, x: Tensor, linear: Linear | OfSomeRows) -> None:
+        self.rows: Tensor | None = None
+        if isinstance(linear, OfSomeRows):
+            linear, self.rows = linear
+            x = ops.rows_at(x, self.rows)
         self.x, self.linear = x, linear
 
     def __mul__(self, multiplier: float) -> "BlockOutput":
@@ -273,6 +292,8 @@ class BlockOutput:
     def add_to(self, residual: Residual) -> None:
         """Add it in the op of its linear layer, where a GPU has one. Else, or with a norm, the next norm adds it."""
         linear, x = self.linear, self.x
+        if self.rows is not None:
+            residual.keep(self.rows)
         if self.norm is None and takes_what_follows(linear, x, "residual"):
             around = Surroundings(residual=residual.tensor(), multiplier=self.multiplier, beside=self.beside)
             residual.settle(surrounded(x, linear, around))

@@ -125,6 +125,11 @@ def write_slots_reference(cache: Tensor, slots: Tensor, x: Tensor, column: int) 
     cache.narrow(2, column, x.shape[1]).index_put_((slots // size, slots % size), x)
 
 
+def rows_at_reference(x: Tensor, indices: Tensor) -> Tensor:
+    """The op in plain torch; what a GPU computes, compiled."""
+    return torch.index_select(x, 0, indices)
+
+
 def table_rows_reference(table: Tensor, indices: Tensor) -> Tensor:
     """The op in plain torch."""
     return torch.index_select(table, 0, indices)

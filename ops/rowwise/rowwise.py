@@ -224,6 +224,22 @@ def write_slots(cache: Tensor, slots: Tensor, x: Tensor, column: int = 0) -> Non
         _OPS.write_slots(cache, slots, x, column)
 
 
+def rows_at(x: Tensor, indices: Tensor) -> Tensor:
+    """The rows ``indices`` of ``x``, ``[R, D]``, contiguous.
+
+    On a CPU that is an op, which runs in one list with those of layers; for a GPU it is compiled.
+
+    Args:
+        x: ``[T, D]``; rows may be strided, the last stride is 1.
+        indices: ``[R]`` int32, from 0 to ``T - 1``.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype or layout.
+        IndexError: a row that there is not.
+    """
+    return reference.rows_at_reference(x, indices) if x.is_cuda else _OPS.rows_at(x, indices)
+
+
 def table_rows(table: Tensor, indices: Tensor) -> Tensor:
     """Rows of a table, as ``F.embedding``, for layers that all read them: on a GPU they are written once.
 
@@ -315,6 +331,12 @@ define_op(
     "write_slots(Tensor(a!) cache, Tensor slots, Tensor x, int column) -> ()",
     reference=reference.write_slots_reference,
     fake=lambda cache, slots, x, column: None,
+    cpu="rowwise_cpu",
+)
+define_op(
+    "rows_at(Tensor x, Tensor indices) -> Tensor",
+    reference=reference.rows_at_reference,
+    fake=lambda x, indices: x.new_empty(indices.shape[0], x.shape[1]),
     cpu="rowwise_cpu",
 )
 define_op(

@@ -330,6 +330,24 @@ std::tuple<> write_slots(const Tensor& cache, const Tensor& slots, const Tensor&
   return {};
 }
 
+// Some rows of x, [T, D].
+Tensor rows_at(const Tensor& x, const Tensor& indices) {
+  constexpr auto* op = "rows_at";
+  const Rows from = rows_of(x, op, "x");
+  const int64_t count = x.size(0), size = x.size(1), bytes = size * bytes_of(x.dtype());
+  CHECK_VALUE(indices.dim() == 1 && indices.dtype() == kInt && indices.is_contiguous() && indices.is_cpu(), op,
+              ": indices must be a contiguous [rows] of int32 on the CPU, got ", indices.sizes(), " of ", indices.dtype(),
+              " on ", indices.place());
+  const int64_t rows = indices.size(0);
+  const auto* index = indices.data<int32_t>();
+  for (int64_t row = 0; row < rows; ++row)
+    CHECK_INDEX(index[row] >= 0 && index[row] < count, op, ": indices[", row, "] is ", index[row], ", and x has ", count);
+  Tensor out = empty({rows, size}, x.dtype());
+  const Rows to = rows_of(out, op, "out");
+  for_rows(rows, size, [&](int64_t row) { std::memcpy(to[row], from[index[row]], bytes); });
+  return out;
+}
+
 const std::vector<Op> ops = {
     {"rms_norm", Boxed<rms_norm>::call, Boxed<rms_norm>::direct},
     {"add_rms_norm", Boxed<add_rms_norm>::call, Boxed<add_rms_norm>::direct},
@@ -344,6 +362,7 @@ const std::vector<Op> ops = {
     {"scaled_sum", Boxed<scaled_sum>::call, Boxed<scaled_sum>::direct},
     {"sigmoid_gated", Boxed<sigmoid_gated>::call, Boxed<sigmoid_gated>::direct},
     {"write_slots", Boxed<write_slots>::call, Boxed<write_slots>::direct},
+    {"rows_at", Boxed<rows_at>::call, Boxed<rows_at>::direct},
     {"log_sum_exp", Boxed<log_sum_exp>::call, Boxed<log_sum_exp>::direct},
     {"log_sum_exp_of_ranks", Boxed<log_sum_exp_of_ranks>::call, Boxed<log_sum_exp_of_ranks>::direct},
     {"route", Boxed<route>::call, Boxed<route>::direct},
