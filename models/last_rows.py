@@ -1,8 +1,8 @@
 """Behind attention of the last layer: the tokens alone whose logits are computed.
 
 The last layer's keys and values are those of all tokens, as in the layers before it. What follows its attention goes
-into nothing but the rows of the head: of a prompt of T tokens T - 1 rows of an output layer and an MLP are not computed.
-Each row has the bits that it has among all. Families are not touched: the layer's output is exchanged.
+into nothing but the rows of the head: of a prompt's last output layer and MLP all rows but one are not computed. That
+one has the bits that it has among all. Families are not touched: the output layer is exchanged.
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ def last_layers(weights: Any) -> LastLayers | None:
 
 
 def with_last_rows(weights: Any, rows: Tensor, slots: Tensor | None) -> Any | None:
-    """Weights whose ``forward`` gives ``rows`` ``[R]`` int32 of a step alone, ``[R, D]``. None where it has to give all.
+    """Weights whose ``forward`` gives ``rows`` ``[R]`` int32 of a step, ``[R, D]``. None where it has to give all.
 
     ``slots``: ``[R]`` int32, those of the rows' adapters; None without adapters.
     """

@@ -7,9 +7,9 @@ What is counted is what no implementation can leave out:
   its new tokens included; of layers with a state, each request's.
 - written: keys and values of the step's tokens, and the states.
 - floating-point operations, a multiply-add is two: the linear layers for each token, attention for each pair of a query
-  and a key that it sees, a recurrence (three for each element of a state) for each token, the head for each row that is
-  sampled from. Latent attention is counted over latents, as it is computed; in a long prompt heads' own keys and values
-  would take fewer.
+  and a key that it sees, a recurrence (three for each element of a state) for each token; for each row that is sampled
+  from the head, and an output layer and an MLP behind the last attention. Latent attention is counted over latents, as
+  it is computed; in a long prompt heads' own keys and values would take fewer.
 
 Padding, activations, norms and softmax count nothing: what they cost is a distance to the limit.
 """
@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.last_rows import last_layers
 from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.protocol import GroupedLinear, Linear
 from compiled_llm.models.registry import attention_layers, layers_of
@@ -99,6 +100,7 @@ class ModelWork:
 
     Attributes:
         expert_bytes: of one expert, on average.
+        last_flops_per_row: of logits: of the head, and of the layers behind the last attention.
         state_bytes: of one request's states in all layers that keep some.
         windows: the sizes of sliding windows that its layers have.
         per_key: bytes that are read for a key, and operations of a pair: first in all layers without a window, then in
@@ -111,7 +113,7 @@ class ModelWork:
     kv_bytes_per_token: int
     expert_bytes: float
     linear_flops_per_token: int
-    head_flops_per_row: int
+    last_flops_per_row: int
     windows: tuple[int, ...]
     per_key: tuple[tuple[int, int], ...]
     state_bytes: int = 0
@@ -141,14 +143,17 @@ class ModelWork:
         positions = getattr(weights, "positions", None)  # of families that learn a vector for each
         tables = [weights.embedding, getattr(weights, "per_layer_embedding", None)]
         row_bytes = sum(table.nbytes // table.out_features for table in tables if table is not None)
+        # What follows the last attention need only be computed where logits are wanted.
+        last = last_layers(weights)
+        last_flops = 0 if last is None else sum(map(_flops_per_row, linear_layers(last)))
         return cls(
             weight_bytes_per_step=sum(map(bytes_to_read, read)),
             head_bytes_per_step=bytes_to_read(weights.head),
             embedding_bytes_per_token=row_bytes + (0 if positions is None else positions[0].nbytes),
             kv_bytes_per_token=sum(kv_bytes_per_token),
             expert_bytes=_expert_bytes(experts(weights)),
-            linear_flops_per_token=sum(map(_flops_per_row, linear_layers(tuple(read)))),
-            head_flops_per_row=_flops_per_row(weights.head),
+            linear_flops_per_token=sum(map(_flops_per_row, linear_layers(tuple(read)))) - last_flops,
+            last_flops_per_row=_flops_per_row(weights.head) + last_flops,
             windows=windows,
             per_key=tuple(per_key.values()),
             state_bytes=state_bytes,
@@ -171,7 +176,7 @@ class ModelWork:
         """Floating-point operations that ``work`` has to do."""
         return (
             work.num_tokens * (self.linear_flops_per_token + self.state_flops_per_token)
-            + work.num_logits * self.head_flops_per_row
+            + work.num_logits * self.last_flops_per_row
             + sum(pairs * flops for (_, pairs), (_, flops) in self._attention(work))
         )
 

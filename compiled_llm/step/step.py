@@ -31,7 +31,7 @@ class Feedback(NamedTuple):
 
     source: Tensor  # [T] int32: the row of last_tokens that holds this input token, or -1 where input_ids holds it
     last_tokens: Tensor  # [R] int64, at least as long as any bucket's R; read, then overwritten with this step's
-    hidden: Tensor  # [T, D], at least as long as any bucket's T; overwritten with the input of the head, or kept rows of it
+    hidden: Tensor  # [T, D], at least as long as any bucket's T; overwritten with what the head takes, or rows of that
     taken: Tensor | None = None  # [T, taps * D], as long; overwritten with the inputs of the layers ``taps``
     kept: Tensor | None = None  # [B, S, taps * D], of a KV cache: these go to the slots of their tokens
 
@@ -65,11 +65,10 @@ def step_function(
         step_input = _fed_back(step_input, feedback)
         own = with_own_tables(step_input)
         of_head = weights
-        slots = of_kept = own.adapter_slots  # of all tokens, and of those that are kept
+        slots, of_kept = own.adapter_slots, None
         if slots is not None:
-            if own.kept_rows is not None:
-                of_kept = torch.index_select(slots, 0, own.kept_rows)
-            of_head = with_slots_of_head(weights, of_kept, step_input.logits_indices)
+            of_kept = slots if own.kept_rows is None else torch.index_select(slots, 0, own.kept_rows)
+            of_head = with_slots_of_head(weights, of_kept, own.logits_indices)
             weights = with_slots(weights, slots)
         kept = feedback.kept
         read = Taps(taps) if kept is None else KeptTaps(taps, kept, step_input.slot_mapping)
@@ -77,7 +76,8 @@ def step_function(
         if not begins:
             tapped = with_stream(tapped, feedback.hidden.narrow(0, 0, step_input.input_ids.shape[0]))
         if own.kept_rows is not None:
-            assert not taps and kept is None and feedback.taken is None, "drafters read all rows"
+            reads_all = bool(taps) or feedback.taken is not None or kept is not None
+            assert not reads_all, "a drafter reads all rows"
             of_rows = with_last_rows(tapped, own.kept_rows, of_kept)
             hidden = forward(tapped if of_rows is None else of_rows, own, kv_cache, model_config, layers)
             hidden = rows_at(hidden, own.kept_rows) if of_rows is None else hidden

@@ -21,10 +21,11 @@ from compiled_llm.compiling.keys import Fields
 from compiled_llm.compiling.parallel import build_missing
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.draft_heads.family import HeadFamily
 from compiled_llm.models.inputs import FeatureCache, HiddenCache, KVCache, StepInput
 from compiled_llm.models.linears.adapted import without_adapters
 from compiled_llm.models.linears.vocabulary import shared_head
-from compiled_llm.models.registry import attention_layers, layers_of
+from compiled_llm.models.registry import attention_layers, family_of, layers_of
 from compiled_llm.models.stages import is_last
 from compiled_llm.models.weights import tensors, used_experts
 from compiled_llm.ops.pinned import give
@@ -77,7 +78,7 @@ class CompiledSteps:
         last_tokens: ``[R]`` int64 on the device: the tokens that the last step chose.
         hidden: ``[T, D]`` on the device: what the head took in the last step, of all its tokens, or of those that it
             kept. Of a stage before the next step: what that begins with.
-        keeps_all_rows: whether each step keeps all; as it is, on a CPU those that keep some do where prompts are scored.
+        keeps_all_rows: whether each step keeps all; as it is, a CPU's do where a drafter or prompts need them.
         taken: ``[T, taps * D]``, the inputs of layers that a drafter reads; None where it reads none, or its cache has
             them.
         cache: where compiled functions are kept on disk; None before ``compile``, and where they are not kept.
@@ -114,12 +115,10 @@ class CompiledSteps:
         self._taps = () if drafter is None else drafter[0].taps
         self._keeps_hidden = drafter is not None and bool(drafter[1]) and isinstance(drafter[1][-1], HiddenCache)
         self.keeps_all_rows = False
-        keeps_rows = is_last(model_config) and not (pads or self._taps or self._keeps_hidden)
+        reads_hidden = drafter is not None and isinstance(family_of(drafter[0].model_config), HeadFamily)
+        keeps_rows = is_last(model_config) and not (pads or reads_hidden)
         of_all: tuple[Any, ...] = limits, device, self._windows, self.tables, self.uses_trees, pads, keeps_rows
-        self.buffers = {
-            bucket: StepBuffers(bucket, *of_all)
-            for bucket in self.buckets
-        }
+        self.buffers = {bucket: StepBuffers(bucket, *of_all) for bucket in self.buckets}
         num_rows = max(bucket.num_rows for bucket in self.buckets)
         num_tokens = max(bucket.num_tokens for bucket in self.buckets)
         self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)

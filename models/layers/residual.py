@@ -48,7 +48,7 @@ class GivenNorm(NamedTuple):
 
 
 class OfSomeRows(NamedTuple):
-    """A block's last linear layer, which computes some rows alone; what follows has no others (``models/last_rows.py``)."""
+    """A block's last linear layer that computes some rows, which go on alone (``models/last_rows.py``)."""
 
     linear: Linear
     rows: Tensor  # [R] int32

@@ -98,6 +98,32 @@ def test_without_padding_the_inputs_end_with_the_step(store: RequestRows) -> Non
     assert exact.step_input is first, "sizes that were met before"
 
 
+def test_rows_that_go_on_behind_the_last_attention_are_those_of_logits(store: RequestRows) -> None:
+    """``logits_indices`` are places among them, padding too; where a prompt is scored all go on."""
+    bucket = Bucket("decode", 20, 4, query_len=12)
+    buffers = StepBuffers(bucket, LIMITS, CPU, pads=False, keeps_rows=True)
+    items = [Item("a", [1] * 6, 0, [3, 9, 4, 8], SamplingParams()), Item("b", [2] * 4, 0, [6, 10], SamplingParams())]
+
+    def kept(step: SchedulerOutput, **how: bool) -> tuple[list[int], list[int]]:
+        buffers.fill(step, store.update(step), store, **how)
+        s = buffers.step_input
+        assert s.kept_rows is not None
+        return s.kept_rows.tolist(), s.logits_indices.tolist()
+
+    chunks = step_of(*items)
+    assert kept(chunks) == ([5, 9], [0, 1])
+    decodes = step_of(Item("a", [11], 6, []), Item("b", [12], 4, []))
+    assert kept(decodes) == ([0, 1], [0, 1])
+    assert kept(decodes) == ([0, 1], [0, 1]), "the arrays that hold it already"
+    drafts = step_of(Item("a", [11] * 9, 7, [], samples=9), Item("b", [13], 5, []))
+    assert kept(drafts) == (list(range(10)), list(range(10)))
+    more = step_of(Item("a", [11] * 10, 7, [], samples=10), Item("b", [13], 5, []))
+    assert kept(more) == ([*range(11), 0], list(range(12))), "of 11 rows 12 are computed"
+    chunk = step_of(Item("a", [5, 6, 7], 17, [7], first_block=4), Item("b", [14], 6, []))
+    assert kept(chunk) == ([2, 3], [0, 1])
+    assert kept(chunk, keeps_all=True) == ([0, 1, 2, 3], [2, 3])
+
+
 def test_steps_with_drafts_come_in_few_sizes(store: RequestRows) -> None:
     """Of 8 to 16 tokens those of even numbers: one row of padding at most, which nothing of another step is left in."""
     bucket = Bucket("decode", 20, 4, query_len=12)

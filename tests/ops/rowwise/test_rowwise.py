@@ -134,6 +134,31 @@ def test_slots_that_there_are_not_are_refused(change: Callable, error: type[Exce
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_some_rows_of_many(dtype: torch.dtype) -> None:
+    """Several hundred, which threads share, in any order and more than once; rows of x are strided."""
+    x, indices = numbers(300, 96, dtype)[:, 16:80], (7 * torch.arange(600, dtype=torch.int32)) % 300
+    assert torch.equal(rowwise.rows_at(x, indices), x[indices.long()])
+    assert torch.equal(reference.rows_at_reference(x, indices), x[indices.long()])
+    assert rowwise.rows_at(x, indices[:0]).shape == (0, 64)
+    op = torch.ops.compiled_llm.rows_at
+    torch.library.opcheck(op, (x, indices), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize(
+    ("indices", "error", "said"),
+    [
+        (torch.tensor([0, 3], dtype=torch.int32), IndexError, r"indices\[1\] is 3, and x has 3"),
+        (torch.tensor([-1], dtype=torch.int32), IndexError, r"indices\[0\] is -1"),
+        (torch.tensor([0]), ValueError, r"indices must be a contiguous \[rows\] of int32 on the CPU, got .* of int64"),
+        (torch.zeros(1, 1, dtype=torch.int32), ValueError, "indices must be a contiguous"),
+    ],
+)
+def test_rows_that_there_are_not_are_refused(indices: torch.Tensor, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        torch.ops.compiled_llm.rows_at(torch.ones(3, 8), indices)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norms_are_rounded_as_in_transformers(dtype: torch.dtype) -> None:
     x, own = numbers(5, 48, dtype, 3.0), numbers(1, 48, dtype)[0]
     for theirs, ours in ((LlamaRMSNorm(48, eps=1e-5), own), (Gemma2RMSNorm(48, eps=1e-5), 1 + own.float())):
