@@ -167,6 +167,10 @@ class EngineCore:
         self.scheduler.update(output, result)
         return tiers.is_moving
 
+    def ask_for_memory(self) -> bool:
+        """As the worker's, unless a step is in flight."""
+        return not self.scheduler.in_flight and self.worker.ask_for_memory()
+
     # -- Beams
 
     def add_beams(self, group: BeamGroup) -> None:

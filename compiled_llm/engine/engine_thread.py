@@ -222,7 +222,7 @@ class EngineThread:
             steps = engine.has_unfinished_requests()
             if self._readers and not steps:
                 raise RuntimeError(f"the engine lost {sorted(self._readers)}: no output says how they ended")
-            goes_on = steps or engine.move_blocks()
+            goes_on = steps or engine.move_blocks() or engine.ask_for_memory()
             # Commands that come meanwhile wait for the next turn, so that they cannot keep steps from running.
             for _ in range(max(self._commands.qsize(), 0 if goes_on else 1)):
                 if not self._run_command(engine, self._commands.get()):

@@ -400,6 +400,13 @@ class StepEngine:
         """
         return not self.has_unfinished_requests() and self._core.move_blocks()
 
+    def ask_for_memory(self) -> bool:
+        """While nothing is unfinished, on a CPU: have the system give memory for KV blocks that were never used.
+
+        It takes some 5 ms; what the next requests write is there then. Returns whether more is to be asked for.
+        """
+        return not self.has_unfinished_requests() and self._core.ask_for_memory()
+
     def stream(
         self,
         prompt: Prompt,

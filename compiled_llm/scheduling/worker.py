@@ -137,5 +137,9 @@ class Worker(Protocol):
     def collect(self, step: Any) -> StepResult:
         """Wait for a step. Steps are collected in the order of their launch; one may be left out after an error."""
 
+    def ask_for_memory(self) -> bool:
+        """While no step runs: see to memory for blocks that come next, for some milliseconds. Whether more is to do."""
+        return False
+
     def close(self) -> None:
         """Free all that it holds. It runs no more steps."""

@@ -13,7 +13,6 @@ since what is mapped for steps says how far these have come.
 
 import contextlib
 import ctypes
-import functools
 import itertools
 import mmap
 import os
@@ -23,11 +22,12 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from compiled_llm.checkpoint.kept_weights import KeptWeights, Layer
+from compiled_llm.system.c_library import c_library, madvise
 
 BLOCK_BYTES = 2 << 20  # a huge page: it is in memory as a whole
 _PAGE = mmap.PAGESIZE
@@ -213,7 +213,7 @@ class ReadAhead:
 
     def _read(self, piece: Piece) -> None:
         """Bring it into the page cache."""
-        if _madvise(self._read_address + piece.offset, piece.nbytes, _POPULATE_READ) == 0:
+        if madvise(self._read_address + piece.offset, piece.nbytes, _POPULATE_READ) == 0:
             self._read_memory.madvise(mmap.MADV_DONTNEED, piece.offset, _whole_pages(piece.nbytes))
         else:  # an older kernel
             os.preadv(self.weights.descriptor, [bytearray(piece.nbytes)], piece.offset)
@@ -300,23 +300,10 @@ class ReadAhead:
         return self.weights.address + piece.offset + piece.nbytes // 2
 
 
-@functools.cache
-def _c_library() -> Any:
-    library = ctypes.CDLL(None, use_errno=True)
-    library.mincore.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
-    library.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    return library
-
-
-def _madvise(address: int, size: int, advice: int) -> int:
-    """As ``mmap.madvise``, which would keep the interpreter's lock while a disk is read. 0, or -1 if it fails."""
-    return _c_library().madvise(address, size, advice)
-
-
 def _resident(address: int, size: int) -> int:
     """Bytes of mapped memory that are in the page cache, whole pages."""
     pages = (ctypes.c_ubyte * -(-size // _PAGE))()
-    if _c_library().mincore(address // _PAGE * _PAGE, size, pages) != 0:
+    if c_library().mincore(address // _PAGE * _PAGE, size, pages) != 0:
         raise OSError(ctypes.get_errno(), "mincore")
     return int((np.frombuffer(memoryview(pages), np.uint8) & 1).sum()) * _PAGE
 

@@ -22,6 +22,7 @@ class RequestRows:
         window_tables: a block table of this shape for each window. Entries before the first that a query sees may be
             anything.
         num_blocks: ``[max_num_seqs]`` int32, entries of each row of ``block_table``.
+        blocks_end: all blocks that requests have had are below.
         parameters: each sampling parameter, ``[max_num_seqs + 1, *shape]`` in its dtype.
         padding_row: the last row of ``parameters``, for rows of a step that belong to no request.
         changes_logits: ``[max_num_seqs]`` bool, whether its parameters change the logits.
@@ -45,6 +46,7 @@ class RequestRows:
         self.block_table = np.full((rows, limits.blocks_per_request), SINK_BLOCK, dtype=np.int32)
         self.window_tables = [np.full_like(self.block_table, SINK_BLOCK) for _ in range(num_windows)]
         self.num_blocks = np.zeros(rows, dtype=np.int32)
+        self.blocks_end = 0
         self.changes: list[TableChange] = []
         self.num_changes = 0
         self._fields = *SAMPLING, *logits_parameters(transforms)
@@ -81,6 +83,7 @@ class RequestRows:
             row, end = row_of[request_id], start + len(blocks)
             assert start <= self.num_blocks[row], "a block table has a hole"
             self.block_table[row, start:end] = blocks
+            self.blocks_end = max(self.blocks_end, 1 + max(blocks, default=-1))
             self.num_blocks[row] = end
             self.changes.append((0, row, start, blocks))
         for number, (table, told) in enumerate(zip(self.window_tables, output.windows, strict=True), 1):

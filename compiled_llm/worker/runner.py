@@ -58,6 +58,9 @@ class ModelRunner(StartedModel, Worker):
                 self.times.disk_bytes = self.read_ahead.bytes_read
             return step
 
+    def ask_for_memory(self) -> bool:
+        return self.pool_pages is not None and self.pool_pages.ask(self.rows.blocks_end)
+
     def _launch(self, output: SchedulerOutput) -> LaunchedStep:
         if output.files.resets and self.files is not None:
             self.files.reset()  # before blocks are copied to rows that it still reads files into, or writes from

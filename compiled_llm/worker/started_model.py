@@ -74,6 +74,7 @@ from compiled_llm.worker.memory import (
     num_bytes,
 )
 from compiled_llm.worker.offloaded_weights import offloaded
+from compiled_llm.worker.pool_pages import PoolPages
 from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
 from compiled_llm.worker.rank_gpus import GpuOfRank, check_ranks_on_gpus, close_group, gpu_group
 from compiled_llm.worker.rank_start import CompileTurn, in_turns
@@ -106,6 +107,7 @@ class StartedModel:
         pool_sizes: what the KV pool takes; swap_space: host memory for its blocks.
         rows: what is known of the running requests; num_threads: threads that compute on a CPU.
         read_ahead: of weights that are mapped from a file; None: they are in memory.
+        pool_pages: of the KV pool, on a CPU.
         memory_ledger, weight_bytes, start_times, times: for reports. The drafter's weights are in the ledger alone.
 
     Raises:
@@ -116,6 +118,7 @@ class StartedModel:
     pool_sizes: PoolSizes
     files: FileThread | None = None
     read_ahead: ReadAhead | None = None
+    pool_pages: PoolPages | None = None
 
     @own_settings()  # tensors made under inference mode, for example, could not be written outside of it
     def __init__(
@@ -484,4 +487,7 @@ class StartedModel:
                 self.files.close()  # its threads would outlive a start that failed
             raise
         release_freed_memory()  # of steps that were larger than those that come
+        if self.device.type == "cpu":
+            *with_blocks, _ = self.steps.cache_groups()
+            self.pool_pages = PoolPages([tensor for group in with_blocks for tensor in group])
         return dataclasses.replace(found, blocks_on_disk=known)

@@ -175,6 +175,34 @@ def test_an_idle_thread_sleeps(sync_engine: CompiledEngine, monkeypatch: pytest.
 # -- Consumers that lag or go away
 
 
+def test_an_idle_thread_asks_for_memory_and_no_request_waits_for_it(
+    sync_engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While there is ever more to ask for, and not while a request is unfinished."""
+    pages, asked = sync_engine.own_runner.pool_pages, asyncio.Event()
+    assert pages is not None
+    unfinished: list[bool] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+
+        def ask(used: int) -> bool:
+            unfinished.append(sync_engine.has_unfinished_requests())
+            loop.call_soon_threadsafe(asked.set)
+            return True
+
+        monkeypatch.setattr(pages, "ask", ask)
+        async with AsyncCompiledEngine.from_engine(sync_engine) as engine:
+            await asked.wait()
+            outputs = await collect(engine.generate(PROMPT, GREEDY))
+            assert outputs[-1].outputs[0].finish_reason == "length"
+            asked.clear()
+            await asked.wait()
+
+    run(main())
+    assert not any(unfinished)
+
+
 def test_a_slow_consumer_holds_nobody_up_and_misses_no_text() -> None:
     params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
 

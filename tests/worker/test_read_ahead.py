@@ -230,7 +230,7 @@ def test_without_a_step_it_waits(weights: KeptWeights) -> None:
 
 
 def test_an_older_kernel(weights: KeptWeights, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_ahead, "_madvise", lambda *args: -1)
+    monkeypatch.setattr(read_ahead, "madvise", lambda *args: -1)
     reader = ReadAhead(weights, weights.nbytes)
     wait_for(lambda: reader._next == len(reader.plan.pieces))
     assert reader.resident_bytes == weights.nbytes

@@ -1,0 +1,66 @@
+"""Memory for blocks of a KV pool on a CPU, asked for before they are written.
+
+A system gives memory as it is first written. In a virtual machine a page that was never used comes from the host:
+measured at 0.3 to 0.6 GB/s, where one that it had before takes a fortieth of that. A prompt of 2,048 tokens of
+Qwen3-0.6B's size writes 235 MB, so it took 0.4 s longer. While an engine has nothing to do it asks for what its next
+requests will write, so that these need not wait.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from compiled_llm.system.c_library import madvise
+from compiled_llm.system.resources import free_memory
+
+AHEAD_BYTES = 512 << 20  # of blocks that no request has had
+_POPULATE_WRITE = 23  # of madvise, from Linux 5.14 on: contents stay as they are
+_PAGE, _HUGE_PAGE = 4096, 2 << 20
+
+
+class PoolPages:
+    """What a pool has of the system's memory.
+
+    Args:
+        tensors: of the KV cache: their first dimension is blocks, of which layers with a window have fewer.
+        ahead_bytes: most bytes of blocks that it has and no request had. A pool may be much larger than what is used.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], ahead_bytes: int = AHEAD_BYTES) -> None:
+        self._tensors = [tensor for tensor in tensors if tensor.nbytes >= _PAGE]  # others lie in pages that were used
+        self._most = max(map(len, self._tensors), default=0)
+        sizes = [tensor[0].nbytes for tensor in self._tensors]
+        self._ahead_bytes = ahead_bytes
+        self._ahead = ahead_bytes // max(1, sum(sizes))
+        self._step = max(1, _HUGE_PAGE // max(sizes, default=1))  # blocks, of which each tensor has about a page
+        self._asked = 0  # all blocks below
+        self._pieces: deque[tuple[int, int]] = deque()  # addresses and sizes, of the blocks before
+
+    def ask(self, used: int) -> bool:
+        """Ask for the next piece, some 2 MiB, which takes 4 ms where the host has to give it.
+
+        Args:
+            used: all blocks that requests have had are below.
+
+        Returns:
+            Whether there was one. Another may be due once more blocks are used.
+        """
+        if not self._pieces:
+            if self._asked >= min(self._most, used + self._ahead) or free_memory() < 2 * self._ahead_bytes:
+                return False
+            self._pieces += (self._piece(tensor) for tensor in self._tensors if self._asked < len(tensor))
+            self._asked += self._step
+        address, size = self._pieces.popleft()
+        if madvise(address, size, _POPULATE_WRITE) != 0:  # an older kernel
+            self._pieces.clear()
+            self._most = 0
+            return False
+        return True
+
+    def _piece(self, tensor: Tensor) -> tuple[int, int]:
+        """The whole pages that have the next blocks of a tensor."""
+        start, row = tensor.data_ptr(), tensor[0].nbytes
+        end = start + min(self._asked + self._step, len(tensor)) * row
+        first = (start + self._asked * row) // _PAGE * _PAGE
+        return first, end - first
