@@ -190,6 +190,8 @@ HEADS = Checks(
     load_torch=True,
 )
 TAGS = Checks(("tests/battery/test_tags.py", "tests/worker/test_step_buffers.py"), load_torch=True)
+LAST_ROWS = Checks(("tests/models/test_last_rows.py",), load_torch=True)
+POOL_PAGES = Checks(("tests/worker/test_pool_pages.py",), load_torch=True)
 COPIES = Checks(("tests/ops/test_swap.py::test_round_trip[mixed-(2, 3, 7)-cpu]",), load_torch=True)
 BLOCK_COPIES = Checks(("tests/ops/test_swap.py::test_copies_within_the_pool",), load_torch=True)
 BEAM_GROUP = Checks(("tests/engine/test_beam_search.py",), load_torch=True)
@@ -717,6 +719,11 @@ _PLANTED = """
                 => self._fill_logits_rows(fields, output, store, rows, ends - 1, counts)
         logits of drafts are those of the last token
             StepBuffers._fill_logits_rows: indices[places] - distances => indices[places]
+        a prompt that is scored keeps rows of logits alone
+            StepBuffers.fill: self._keep_rows(fields, taken[0], taken[2], num_rows, keeps_all=keeps_all) =>
+                self._keep_rows(fields, taken[0], taken[2], num_rows, keeps_all=False)
+        logits are taken from tokens where rows were kept
+            StepBuffers._keep_rows: indices[:rows] = np.arange(rows, dtype=np.int32) =>
         random numbers of drafts are those of the last token
             StepBuffers._fill_logits_rows: next_positions[places] - distances => next_positions[places]
         a request that samples nothing has no row
@@ -1152,6 +1159,19 @@ _PLANTED = """
     models.layers.residual, OFFLOAD
         weights are not awaited
             Residual.normed: norm.awaited => ()
+    models.layers.residual, LAST_ROWS
+        the sum keeps its first rows
+            Residual.keep: ops.rows_at(self.tensor(), rows) => self.tensor()[:len(rows)]
+    models.last_rows, LAST_ROWS
+        kept rows have the adapters of other tokens
+            with_last_rows: found if slots is None else with_slots(found, slots) => found
+        layers that read the whole step get some rows
+            last_layers: any((one is not None for one in others)) => False
+    worker.pool_pages, POOL_PAGES
+        blocks are asked for as if none had been used
+            PoolPages.ask: used + self._ahead => self._ahead
+        the first pages of blocks are left out
+            PoolPages._piece: first, end - first => (first + _PAGE, end - first - _PAGE)
     ops.fetch, FETCH
         a copy does not wait for what reads its buffer
             _begin_copy: beside.wait_stream(main) => None
