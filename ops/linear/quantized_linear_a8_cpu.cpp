@@ -21,7 +21,7 @@ namespace {
 
 constexpr int64_t TILED_ROWS = 8;            // from here on tile registers are faster, where there are any
 constexpr int64_t SHORT_GROUP = 64;          // inputs; sums of groups up to this leave tile registers so often that they
-constexpr int64_t TILED_ROWS_OF_SHORT = 33;  // are faster there from here on
+constexpr int64_t TILED_ROWS_OF_SHORT = 33;  // are faster there from here on; other registers keep their totals
 constexpr int64_t MOST_SUMS = 128;           // rows of sums of the short groups that are multiplied at a time
 constexpr int64_t BLOCK_ROWS = 32;           // of products on tile registers
 constexpr int64_t BLOCK_BYTES = 1 << 19;     // of a block of rows: half of L2
@@ -72,17 +72,20 @@ struct Quantized {
 
   Quantized(const Arguments& of, const int32_t* index, int64_t first, int64_t end) {
     const int64_t count = end - first, groups = of.groups(), K = of.K();
+    const int64_t across = (count + TILE) / 32 * 32 + 48;  // no power of two either: threads quantise several rows
     const int64_t stride = (K + 63) / 64 * 64 + 64;  // rows a power of two apart would share a few sets of L1
     const int64_t codes = (count + TILE) * stride;   // tile registers take 16 rows
-    memory = empty({codes + (count + TILE) * (3 * groups + 1) * 4}, kChar);
+    memory = empty({codes + across * (3 * groups + 1) * 4}, kChar);
     float* const after = reinterpret_cast<float*>(memory.data<int8_t>() + codes);
     rows = {.codes = memory.data<int8_t>(),
             .stride = stride,
             .starts = reinterpret_cast<int32_t*>(after),
-            .inputs = after + (count + TILE) * groups,
-            .scales = after + 3 * (count + TILE) * groups,
-            .of_groups = of.by_groups ? after + 2 * (count + TILE) * groups : nullptr,
-            .groups = groups};
+            .inputs = after + across * groups,
+            .of_groups = after + 2 * across * groups,
+            .scales = after + 3 * across * groups,
+            .groups = groups,
+            .across = across,
+            .by_groups = of.by_groups};
     const Quantize how = {K, of.group(), of.x_scale ? of.x_scale->data<float>() : nullptr,
                           of.element == "int4" ? 8 : chosen().offset};
     with_dtype(of.x.dtype(), [&]<class T>(const KernelsOf8<T>& kernels) {
@@ -131,6 +134,10 @@ bool on_tiles(const Kernels& all, const Arguments& of, int64_t rows) {
   return all.tiles.int8 != nullptr && rows >= (of.group() <= SHORT_GROUP ? TILED_ROWS_OF_SHORT : TILED_ROWS);
 }
 
+const Products& products_of(const Kernels& all, const Arguments& of) {
+  return of.group() <= SHORT_GROUP ? all.of_short : all.of_long;
+}
+
 // Few rows take their weights as a stream. `x` and `out` begin with the first row of all layers.
 template <class T, class S>
 void stream_unit(const KernelsOf8<T>& kernels, const KernelsOf8<S>& of_scales, const Arguments& of, const Unit& unit,
@@ -161,7 +168,8 @@ void multiply_unit(const Kernels& all, const KernelsOf8<T>& kernels, const Kerne
                    const Arguments& of, const Unit& unit, const Rows8& x, int64_t cols, int64_t next, T* out,
                    Workplace8& place) {
   const int64_t tiles = of.tiles(), words = of.words(), groups = of.groups();
-  const auto* const multiply = of.element == "int4" ? all.int4 : all.int8;
+  const Products& products = products_of(all, of);
+  const auto* const multiply = of.element == "int4" ? products.int4 : products.int8;
   const int64_t group = (of.group() + of.inputs() - 1) / of.inputs();
   const bool tiled = on_tiles(all, of, unit.rows);
   if (tiled) all.tiles.begin(unit.rows, group * of.inputs() / 4);
@@ -195,9 +203,9 @@ void multiply_unit(const Kernels& all, const KernelsOf8<T>& kernels, const Kerne
         .totals = place.totals,
         .later = of.codes_of(later),
     };
-    for (int64_t i = 0; i < unit.rows; i += all.rows) {
-      const int64_t m = std::min(all.rows, unit.rows - i), row = unit.row + i;
-      multiply[(m - 1) * all.cols + c - 1](work, row);
+    for (int64_t i = 0; i < unit.rows; i += products.rows) {
+      const int64_t m = std::min(products.rows, unit.rows - i), row = unit.row + i;
+      multiply[(m - 1) * products.cols + c - 1](work, row);
       kernels.finish({m, columns, place.totals, c * TILE, x.scales + row, bias, out + row * of.N + column, of.N});
     }
   }
@@ -215,8 +223,9 @@ void multiply(const Arguments& of, const std::vector<int64_t>& starts, const int
   for (size_t e = 0; e + 1 < starts.size(); ++e) most = std::max(most, starts[e + 1] - starts[e]);
   const int64_t fit = std::max<int64_t>(1, TILES_BYTES / (K * TILE * 4 / of.inputs()));
   const bool tiled = on_tiles(all, of, most);
-  const int64_t cols = tiled ? 2 : most <= FEW_ROWS ? 1 : std::min(all.cols, fit);
-  const int64_t together = tiled ? BLOCK_ROWS : all.rows;
+  const Products& products = products_of(all, of);
+  const int64_t cols = tiled ? 2 : most <= FEW_ROWS ? 1 : std::min(products.cols, fit);
+  const int64_t together = tiled ? BLOCK_ROWS : products.rows;
   const int64_t block = std::max<int64_t>(1, BLOCK_BYTES / K / together) * together;
   const std::vector<Unit> units = units_of(starts, tiles, cols, block, threads);
   fetch_first(of.codes_of(units[0].layer * tiles));

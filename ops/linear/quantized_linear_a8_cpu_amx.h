@@ -104,9 +104,8 @@ INLINE void multiply_quads(const int8_t* x, int64_t x_stride, const uint8_t* w, 
 // Adds the sums of group `g` to the totals of `rows` rows from `row` on.
 template <int C, bool ZEROS, bool BY_GROUPS>
 INLINE void add_group_of(const Block8& work, int64_t row, int64_t rows, int64_t g, const int32_t* sums) {
-  const int64_t groups = work.x.groups;
-  const float* const inputs = work.x.inputs + row * groups + g;
-  const float* const of_groups = work.x.of_groups + (BY_GROUPS ? row * groups + g : 0);
+  const int64_t groups = work.x.groups, first = g * work.x.across + row;
+  const float *const inputs = work.x.inputs + first, *const of_groups = work.x.of_groups + first;
   for (int c = 0; c < C; ++c) {
     const Vec scale = load(work.scales + (c * groups + g) * TILE);
     const Vec zero = ZEROS ? load(work.zeros + (c * groups + g) * TILE) : Vec{};
@@ -115,8 +114,8 @@ INLINE void add_group_of(const Block8& work, int64_t row, int64_t rows, int64_t 
       IntVec whole;
       std::memcpy(&whole, sums + (i * C + c) * TILE, sizeof(whole));
       Vec sum = convert(whole);
-      if constexpr (ZEROS) sum = fma(-zero, broadcast(inputs[i * groups]), sum);
-      if constexpr (BY_GROUPS) sum *= broadcast(of_groups[i * groups]);
+      if constexpr (ZEROS) sum = fma(-zero, broadcast(inputs[i]), sum);
+      if constexpr (BY_GROUPS) sum *= broadcast(of_groups[i]);
       store(total, fma(sum, scale, g == 0 ? Vec{} : load(total)));
     }
   }
@@ -124,7 +123,7 @@ INLINE void add_group_of(const Block8& work, int64_t row, int64_t rows, int64_t 
 
 template <int C>
 INLINE void add_group(const Block8& work, int64_t row, int64_t rows, int64_t g, const int32_t* sums) {
-  const bool by_groups = work.x.of_groups != nullptr;
+  const bool by_groups = work.x.by_groups;
   if (work.zeros != nullptr && by_groups) add_group_of<C, true, true>(work, row, rows, g, sums);
   else if (work.zeros != nullptr) add_group_of<C, true, false>(work, row, rows, g, sums);
   else if (by_groups) add_group_of<C, false, true>(work, row, rows, g, sums);
@@ -189,8 +188,8 @@ struct BlockProduct {
       multiply(j + SLOTS - 1);
       const int64_t g = chunk.g + j;
       const int32_t* const sums = work.sums + j % SLOTS * TILE_ROWS * TILE;
-      const float* const inputs = work.x.inputs + row * groups + g;
-      const float* const of_groups = work.x.of_groups + (BY_GROUPS ? row * groups + g : 0);
+      const float* const inputs = work.x.inputs + g * work.x.across + row;
+      const float* const of_groups = work.x.of_groups + g * work.x.across + row;
       const Vec scale = load(work.scales + (c * groups + g) * TILE);
       const Vec zero = ZEROS ? load(work.zeros + (c * groups + g) * TILE) : Vec{};
 #pragma GCC unroll 16
@@ -198,8 +197,8 @@ struct BlockProduct {
         IntVec whole;
         std::memcpy(&whole, sums + i * TILE, sizeof(whole));
         Vec sum = convert(whole);
-        if constexpr (ZEROS) sum = fma(-zero, broadcast(inputs[i * groups]), sum);
-        if constexpr (BY_GROUPS) sum *= broadcast(of_groups[i * groups]);
+        if constexpr (ZEROS) sum = fma(-zero, broadcast(inputs[i]), sum);
+        if constexpr (BY_GROUPS) sum *= broadcast(of_groups[i]);
         totals[i] = fma(sum, scale, totals[i]);
       }
     }
@@ -229,7 +228,7 @@ struct BlockProduct {
       for (int64_t row = 0; row < work.rows; row += TILE_ROWS)
         for (int c = 0; c < C; ++c) {
           const uint8_t* const of_column = w + c * stride;
-          const bool by_groups = work.x.of_groups != nullptr;
+          const bool by_groups = work.x.by_groups;
           if (work.zeros != nullptr && by_groups) take_short_groups<true, true>(chunk, of_column, padded, row, c, fetch);
           else if (work.zeros != nullptr) take_short_groups<true, false>(chunk, of_column, padded, row, c, fetch);
           else if (by_groups) take_short_groups<false, true>(chunk, of_column, padded, row, c, fetch);

@@ -20,7 +20,9 @@ typedef int8_t Codes __attribute__((vector_size(kLanes), aligned(1), may_alias))
 
 constexpr int PARTS = 512 / WIDTH;  // registers of a tile
 constexpr int64_t AHEAD = 4096;  // bytes: so far ahead weights are fetched; 2 KiB took 5 to 20% longer, 8 as long
+// Of the largest products. Those of short groups keep totals in registers, beside the sums.
 constexpr int ROWS = WIDTH == 512 ? 8 : 4, COLS = DOT ? 3 : WIDTH == 512 ? 2 : 1;
+constexpr int SHORT_ROWS = DOT ? 6 : ROWS, SHORT_COLS = DOT ? 2 : COLS;
 
 #if DOT
 constexpr int32_t OFFSET = 128;
@@ -190,14 +192,16 @@ INLINE int64_t multiply_pairs(const Work8& work, int64_t word, int64_t end, IntR
 }
 #endif
 
-// Small products hold several sums of each output, so that they do not wait for one another.
-template <int BITS, int M, int C>
+// Small products hold several sums of each output, so that they do not wait for one another. HELD: totals are in registers
+// until all groups are added.
+template <int BITS, int M, int C, bool HELD>
 TARGET void multiply(const Work8& given, int64_t row) {
   Work8 work = given;  // of its own: no store to totals can change it
   work.x = given.x.from(row);
   constexpr int STEP = BITS == 4 ? 2 : 1, SUMS = M * C * PARTS <= 2 ? 4 : M * C * PARTS <= 6 ? 2 : 1;
   const int64_t groups = work.x.groups, w_stride = work.words * WORD_BYTES;
-  std::memset(work.totals, 0, M * C * TILE * sizeof(float));
+  Part held[HELD ? M : 1][HELD ? C * PARTS : 1] = {};
+  if constexpr (!HELD) std::memset(work.totals, 0, M * C * TILE * sizeof(float));
   for (int64_t g = 0; g < groups; ++g) {
     IntRegister sums[SUMS][M][C * PARTS];
 #pragma GCC unroll 4
@@ -206,7 +210,7 @@ TARGET void multiply(const Work8& given, int64_t row) {
       for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
         for (int i = 0; i < C * PARTS; ++i)
-          sums[s][m][i] = IntRegister{} + (s == 0 ? work.x.starts[m * groups + g] : 0);
+          sums[s][m][i] = IntRegister{} + (s == 0 ? work.x.starts[g * work.x.across + m] : 0);
     int64_t word = g * work.group;
     const int64_t end = std::min(word + work.group, work.words);
     const auto take = [&](int s, int64_t at) TARGET __attribute__((always_inline)) {
@@ -239,32 +243,38 @@ TARGET void multiply(const Work8& given, int64_t row) {
 #pragma GCC unroll 4
       for (int s = 0; s < SUMS; ++s) take(s, word + s);
     for (; word < end; ++word) take(0, word);
-#pragma GCC unroll 3
-    for (int c = 0; c < C; ++c) {
-      const int64_t tile = (c * groups + g) * TILE;
-      Part scales[PARTS], zeros[PARTS] = {};
-#pragma GCC unroll 4
-      for (int i = 0; i < PARTS; ++i) scales[i] = load_part(work.scales + tile + i * kPartLanes);
-      if (work.zeros != nullptr)
-#pragma GCC unroll 4
-        for (int i = 0; i < PARTS; ++i) zeros[i] = load_part(work.zeros + tile + i * kPartLanes);
+    const float *const inputs = work.x.inputs + g * work.x.across, *const of_groups = work.x.of_groups + g * work.x.across;
+    const auto add = [&](auto zeros) TARGET __attribute__((always_inline)) {
+#pragma GCC unroll 12
+      for (int i = 0; i < C * PARTS; ++i) {
+        const int64_t at = (i / PARTS * groups + g) * TILE + i % PARTS * kPartLanes;
+        const Part scale = load_part(work.scales + at), zero = zeros ? load_part(work.zeros + at) : Part{};
 #pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) {
-        const Part inputs = work.x.inputs[m * groups + g] - Part{};
-        const Part of_group = (work.x.of_groups == nullptr ? 1.f : work.x.of_groups[m * groups + g]) - Part{};
+        for (int m = 0; m < M; ++m) {
+          IntRegister whole = sums[0][m][i];
 #pragma GCC unroll 4
-        for (int i = 0; i < PARTS; ++i) {
-          IntRegister whole = sums[0][m][c * PARTS + i];
-#pragma GCC unroll 4
-          for (int s = 1; s < SUMS; ++s) whole += sums[s][m][c * PARTS + i];
+          for (int s = 1; s < SUMS; ++s) whole += sums[s][m][i];
           Part sum = __builtin_convertvector(whole, Part);
-          if (work.zeros != nullptr) sum = fma(-zeros[i], inputs, sum);
-          float* const total = work.totals + (m * C + c) * TILE + i * kPartLanes;
-          store_part(total, fma(sum * of_group, scales[i], load_part(total)));
+          if constexpr (zeros) sum = fma(-zero, inputs[m] - Part{}, sum);
+          sum *= of_groups[m] - Part{};
+          if constexpr (HELD) {
+            held[m][i] = fma(sum, scale, held[m][i]);
+          } else {
+            float* const total = work.totals + (m * C + i / PARTS) * TILE + i % PARTS * kPartLanes;
+            store_part(total, fma(sum, scale, load_part(total)));
+          }
         }
       }
-    }
+    };
+    if (work.zeros != nullptr) add(std::true_type());
+    else add(std::false_type());
   }
+  if constexpr (HELD)
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 12
+      for (int i = 0; i < C * PARTS; ++i)
+        store_part(work.totals + (m * C + i / PARTS) * TILE + i % PARTS * kPartLanes, held[m][i]);
 }
 
 // Few rows, whose time is that of the weights' way from memory: tiles that lie behind each other, as one stream. Sums and
@@ -291,7 +301,7 @@ TARGET void stream_groups(const Stream8<S>& work) {
           for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
             for (int i = 0; i < PARTS; ++i)
-              sums[side][s][m][i] = IntRegister{} + (s + side == 0 ? work.x.starts[m * groups + g] : 0);
+              sums[side][s][m][i] = IntRegister{} + (s + side == 0 ? work.x.starts[g * work.x.across + m] : 0);
       const auto take = [&](int s, int64_t at) TARGET __attribute__((always_inline)) {
         ByteRegister raw[PARTS];
 #pragma GCC unroll 4
@@ -348,8 +358,8 @@ TARGET void stream_groups(const Stream8<S>& work) {
             whole += upper >> 4;
           }
           Part sum = __builtin_convertvector(whole, Part);
-          if (zeros != nullptr) sum = fma(-part_of(zero, i), work.x.inputs[m * groups + g] - Part{}, sum);
-          if (work.x.of_groups != nullptr) sum *= work.x.of_groups[m * groups + g] - Part{};
+          if (zeros != nullptr) sum = fma(-part_of(zero, i), work.x.inputs[g * work.x.across + m] - Part{}, sum);
+          if (work.x.by_groups) sum *= work.x.of_groups[g * work.x.across + m] - Part{};
           totals[m][i] = fma(sum, part_of(scale, i), totals[m][i]);
         }
     }
@@ -429,21 +439,21 @@ INLINE Quantised quantize_together(const T* x, int64_t count, const float* given
 template <class T>
 TARGET void quantize(const T* x, const Quantize& how, const Rows8& to) {
   std::memset(to.codes + how.K, 0, (how.K + 7) / 8 * 8 - how.K);
-  if (to.of_groups == nullptr) to.scales[0] = quantize_together(x, how.K, how.x_scale, to.codes).scale;
-  else to.scales[0] = 1;
-  for (int64_t g = 0, k = 0; k < how.K; ++g, k += how.group) {
+  to.scales[0] = to.by_groups ? 1 : quantize_together(x, how.K, how.x_scale, to.codes).scale;
+  for (int64_t at = 0, k = 0; k < how.K; at += to.across, k += how.group) {
     const int64_t count = std::min(how.group, how.K - k);
     int32_t sum = 0;
-    if (to.of_groups != nullptr) {
+    to.of_groups[at] = 1;
+    if (to.by_groups) {
       const Quantised group = quantize_together(x + k, count, nullptr, to.codes + k);
-      to.of_groups[g] = group.scale;
+      to.of_groups[at] = group.scale;
       sum = group.sum;
     } else {
       for (int64_t i = k; i < k + count; ++i) sum += to.codes[i];
     }
     // The last bits alone: without them it may not fit.
-    to.starts[g] = static_cast<int32_t>(-static_cast<uint32_t>(how.offset) * static_cast<uint32_t>(sum));
-    to.inputs[g] = static_cast<float>(sum);
+    to.starts[at] = static_cast<int32_t>(-static_cast<uint32_t>(how.offset) * static_cast<uint32_t>(sum));
+    to.inputs[at] = static_cast<float>(sum);
   }
 }
 
@@ -466,16 +476,21 @@ TARGET void finish(const Finish8<T>& of) {
   }
 }
 
-template <int BITS, size_t... I>
+template <int BITS, int LARGEST_COLS, bool HELD, size_t... I>
 constexpr std::array<void (*)(const Work8&, int64_t), sizeof...(I)> products(std::index_sequence<I...>) {
-  return {&multiply<BITS, I / COLS + 1, I % COLS + 1>...};
+  return {&multiply<BITS, I / LARGEST_COLS + 1, I % LARGEST_COLS + 1, HELD>...};
+}
+
+template <int LARGEST_ROWS, int LARGEST_COLS, bool HELD>
+Products products() {
+  static_assert(LARGEST_ROWS <= MAX_ROWS && LARGEST_COLS <= MAX_COLS);
+  using All = std::make_index_sequence<LARGEST_ROWS * LARGEST_COLS>;
+  static constexpr auto int8 = products<8, LARGEST_COLS, HELD>(All()), int4 = products<4, LARGEST_COLS, HELD>(All());
+  return {LARGEST_ROWS, LARGEST_COLS, int8.data(), int4.data()};
 }
 
 inline Kernels kernels() {
-  static_assert(ROWS <= MAX_ROWS && COLS <= MAX_COLS);
-  static constexpr auto int8 = products<8>(std::make_index_sequence<ROWS * COLS>());
-  static constexpr auto int4 = products<4>(std::make_index_sequence<ROWS * COLS>());
-  return {ROWS, COLS, OFFSET, int8.data(), int4.data(), tile_kernels(), widen_bytes,
+  return {OFFSET, products<ROWS, COLS, false>(), products<SHORT_ROWS, SHORT_COLS, DOT>(), tile_kernels(), widen_bytes,
           {quantize<BFloat16>, widen<BFloat16>, finish<BFloat16>, streams<BFloat16>()},
           {quantize<float>, widen<float>, finish<float>, streams<float>()},
           {quantize<Half>, widen<Half>, finish<Half>, streams<Half>()}};

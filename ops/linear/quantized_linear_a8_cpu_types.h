@@ -18,15 +18,16 @@ constexpr int64_t FEW_ROWS = 4;                // up to here a single stream of 
 struct Rows8 {
   int8_t* codes;    // [rows, stride]
   int64_t stride;
-  int32_t* starts;  // [rows, groups] what the sum of a group starts at, for codes that are kept with an offset
-  float* inputs;    // [rows, groups] sums of the codes of a group; for zero points
-  float* scales;    // [rows]
-  float* of_groups;  // [rows, groups] where each group has a scale of its own, and `scales` are 1; or null
-  int64_t groups;
+  // [groups, across]: those of a product's rows lie side by side
+  int32_t* starts;   // what the sum of a group starts at, for codes that are kept with an offset
+  float* inputs;     // sums of the codes of a group; for zero points
+  float* of_groups;  // scales of groups where each has its own; else 1
+  float* scales;     // [rows]; 1 where groups have scales
+  int64_t groups, across;
+  bool by_groups;
 
   Rows8 from(int64_t row) const {
-    return {codes + row * stride, stride, starts + row * groups, inputs + row * groups, scales + row,
-            of_groups == nullptr ? nullptr : of_groups + row * groups, groups};
+    return {codes + row * stride, stride, starts + row, inputs + row, of_groups + row, scales + row, groups, across, by_groups};
   }
 };
 
@@ -112,11 +113,16 @@ struct KernelsOf8 {
   Streams<T> streams;  // of scales in this dtype
 };
 
-struct Kernels {
-  int64_t rows, cols;  // of the largest product
-  int32_t offset;      // of codes of int8, as they are multiplied
-  void (*const* int8)(const Work8&, int64_t row);  // [rows, cols]: entry [m - 1, c - 1], of `m` rows from `row` on
+// Entry [m - 1, c - 1] of [rows, cols]: m rows from `row` on, c column tiles.
+struct Products {
+  int64_t rows, cols;  // of the largest one
+  void (*const* int8)(const Work8&, int64_t row);
   void (*const* int4)(const Work8&, int64_t row);
+};
+
+struct Kernels {
+  int32_t offset;  // of codes of int8, as they are multiplied
+  Products of_long, of_short;  // groups
   TileKernels tiles;  // nulls where there are none
   void (*widen)(const int8_t* from, int64_t count, float* to);  // zeros; a multiple of TILE
   KernelsOf8<BFloat16> bf16;
