@@ -38,6 +38,7 @@ constexpr int64_t WHOLE_PART = 128;       // inputs of a part where a row is one
 constexpr int64_t BLOCK_BYTES = 1 << 19;  // of a block of rows: half of L2
 constexpr int64_t TILED_BLOCK_BYTES = 5 << 18, TILED_ROWS = 32;  // of a block on tile registers, a multiple of these rows
 constexpr int64_t STREAM_BYTES = 1 << 17;  // of output: more is written past the caches
+constexpr int64_t WIDE_ROWS = 64;         // for more, tall products are as fast or faster again (Zen 5)
 constexpr int64_t FEW_ROWS = 2 * MAX_ROWS;  // for more, a tile that can be decoded by itself is
 constexpr int64_t GRAIN_FLOPS = 1 << 18;  // for less, waking a thread takes longer than the work
 
@@ -161,18 +162,21 @@ struct Packed {
 };
 
 // Outputs of a unit. `next` is the thread's next tile after it.
-void multiply_unit(const Layers& of, const KernelsOf& kernels, const Unit& unit, const Packed& packed, int type,
-                   float* decoded, int64_t next, char* out) {
+void multiply_unit(const Layers& of, const KernelsOf& kernels, const Products& products, const Unit& unit,
+                   const Packed& packed, int type, char* decoded, int64_t next, char* out) {
   const Matrix& matrix = of.matrix;
   const int64_t bytes = bytes_of(type == 0 ? kFloat : kHalf);
   const int element = static_cast<int>(matrix.element);
-  const bool decodes = kernels.decode[element] != nullptr && (kernels.multiply[element] == nullptr || unit.rows > FEW_ROWS);
-  const auto* const multiply = decodes ? kernels.multiply_decoded[element] : kernels.multiply[element];
-  for (int64_t tile = unit.tile; tile < unit.end; ++tile) {
-    const int64_t at = unit.layer * of.tiles + tile, column = tile * TILE, later = tile + 1 < unit.end ? at + 1 : next;
-    alignas(64) float sums[MAX_ROWS * TILE];
-    float bias[TILE];
-    of.copy_bias(unit.layer, tile, bias);
+  const bool decodes =
+      kernels.decode[element] != nullptr && (products.multiply[element] == nullptr || unit.rows > FEW_ROWS);
+  for (int64_t tile = unit.tile, cols; tile < unit.end; tile += cols) {
+    const Products& own = unit.end - tile < products.cols ? kernels.tall : products;  // the last tile by itself
+    const auto* const multiply = decodes ? own.multiply_decoded[element] : own.multiply[element];
+    cols = own.cols;
+    const int64_t at = unit.layer * of.tiles + tile, later = tile + cols < unit.end ? at + cols : next;
+    alignas(64) float sums[MAX_COLS * MAX_ROWS * TILE];
+    float bias[MAX_COLS * TILE];
+    for (int64_t c = 0; c < cols; ++c) of.copy_bias(unit.layer, tile + c, bias + c * TILE);
     Work work = {.of = &matrix,
                  .codes = of.codes_of(at),
                  .scales = of.scales_of(at),
@@ -183,13 +187,21 @@ void multiply_unit(const Layers& of, const KernelsOf& kernels, const Unit& unit,
                  .sums = sums,
                  .later = of.codes_of(later),
                  .later_scales = of.scales_of(later)};
-    if (decodes) kernels.decode[element](work, decoded);
+    for (int64_t c = 0; decodes && c < cols; ++c) {
+      Work one = work;
+      one.codes = of.codes_of(at + c), one.zeros = of.zeros_of(at + c);
+      kernels.decode[element](one, decoded + c * matrix.decoded_bytes());
+    }
     for (int64_t row = unit.row, count; row < unit.row + unit.rows; row += count) {
       count = std::min(packed.group, unit.row + unit.rows - row);
       work.x = packed.x + row * packed.words;
       work.x_sums = packed.sums == nullptr ? nullptr : packed.sums + row * packed.parts;
       multiply[count - 1](work);
-      kernels.finish(type, sums, count, std::min(TILE, of.N - column), bias, out + (row * of.N + column) * bytes, of.N);
+      for (int64_t c = 0; c < cols; ++c) {
+        const int64_t column = (tile + c) * TILE;
+        kernels.finish(type, sums + c * count * TILE, count, std::min(TILE, of.N - column), bias + c * TILE,
+                       out + (row * of.N + column) * bytes, of.N);
+      }
     }
   }
 }
@@ -284,11 +296,12 @@ void multiply(const Layers& of, const Rows& rows, const std::vector<int64_t>& st
   int64_t most = 0;
   for (size_t e = 0; e + 1 < starts.size(); ++e) most = std::max(most, starts[e + 1] - starts[e]);
   // Groups of about the same size, where all rows are of one layer.
-  const int64_t groups = (most + kernels.rows - 1) / kernels.rows, group = (most + groups - 1) / groups;
+  const Products& products = most > kernels.tall.rows && most <= WIDE_ROWS ? kernels.wide : kernels.tall;
+  const int64_t groups = (most + products.rows - 1) / products.rows, group = (most + groups - 1) / groups;
   const Packed packed(of, kernels, rows.count, group);
   const int64_t block = std::max<int64_t>(1, BLOCK_BYTES / 4 / packed.words / group) * group;
   const int64_t threads = std::min(num_threads(), rows.count * of.matrix.inputs * of.N / GRAIN_FLOPS + 1);
-  const std::vector<Unit> units = units_of(starts, of.tiles, 1, block, threads);
+  const std::vector<Unit> units = units_of(starts, of.tiles, products.cols, block, threads);
   fetch_first(of.codes_of(units[0].layer * of.tiles));
   std::vector<Unit> packs;  // groups of rows
   for (size_t e = 0; e + 1 < starts.size(); ++e)
@@ -299,11 +312,12 @@ void multiply(const Layers& of, const Rows& rows, const std::vector<int64_t>& st
   });
   std::atomic<size_t> free = 0;
   parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    const Tensor decoded = empty({of.matrix.inputs, TILE}, kFloat);
+    const Tensor decoded = empty({MAX_COLS * of.matrix.inputs, TILE}, kFloat);
     for (size_t next, i = free++; i < units.size(); i = next) {
       next = free++;
       const Unit& then = units[next < units.size() ? next : i];
-      multiply_unit(of, kernels, units[i], packed, type, decoded.data<float>(), then.layer * of.tiles + then.tile, out);
+      multiply_unit(of, kernels, products, units[i], packed, type, decoded.data<char>(),
+                    then.layer * of.tiles + then.tile, out);
     }
   });
 }

@@ -115,8 +115,9 @@ struct Scales {  // of a part
   Vec scale, zero;
   bool zeros;
 
-  INLINE Scales(const Work& work, int64_t part, float of_source) : zero{}, zeros(work.zeros != nullptr) {
-    const int64_t at = (work.of->whole ? 0 : part) * TILE;
+  // Of tile `col`.
+  INLINE Scales(const Work& work, int64_t part, int64_t col, float of_source) : zero{}, zeros(work.zeros != nullptr) {
+    const int64_t at = ((work.of->whole ? 0 : part) + col * work.of->groups) * TILE;
     scale = load_scales(work.scales, at, work.of->scale_type) * broadcast(of_source);
     if (zeros) zero = load_zeros(work.zeros, at, work.of->zero_type) * broadcast(1 / of_source);
   }
@@ -145,49 +146,60 @@ TARGET inline void decode_pairs(const Work& work, void* to) {
   }
 }
 
-// M rows by one tile. A row alone takes several parts at once, and few rows some: a sum waits for its last product.
-template <class Source, int M>
+// M rows by C tiles. A row alone takes several parts at once, and few rows some: a sum waits for its last product.
+template <class Source, int M, int C>
 TARGET void multiply_pairs(const Work& work) {
-  constexpr int64_t PAIRS = Source::PAIRS, AT_ONCE = M == 1 ? 4 : M == 2 ? 4 : M <= 4 ? 2 : 1;
+  constexpr int64_t PAIRS = Source::PAIRS, AT_ONCE = M * C <= 2 ? 4 : M * C <= 4 ? 2 : 1;
   constexpr bool DECODED = std::is_same_v<Source, Decoded>;
   constexpr int64_t BYTES = DECODED ? 64 * PAIRS : 64;  // of a word
   const Source source(*work.of->values);
   const auto* const from = DECODED ? static_cast<const uint8_t*>(work.decoded) : work.codes;
   const int64_t words = work.of->part / (2 * PAIRS), all = work.of->inputs / (2 * PAIRS);
   const int64_t scale_bytes = work.of->whole ? 0 : TILE * bytes_of(work.of->scale_type);
-  Vec totals[M] = {};
+  const int64_t code_stride = work.of->tile_bytes(), stride = DECODED ? work.of->decoded_bytes() : code_stride;
+  Vec totals[C][M] = {};
   const auto add_parts = [&]<int64_t COUNT>(int64_t part, int64_t count, std::integral_constant<int64_t, COUNT>)
                              TARGET __attribute__((always_inline)) {
-    Vec sums[COUNT][M] = {};
+    Vec sums[COUNT][C][M] = {};
     for (int64_t i = 0; i < count; ++i) {
 #pragma GCC unroll 4
       for (int64_t q = 0; q < COUNT; ++q) {
         const int64_t word = (part + q) * words + i;
-        Vec w[PAIRS];
-        source.pairs(from + word * BYTES, w);
-        __builtin_prefetch(work.later + word * 64, 0, 2);
+        Vec w[C][PAIRS];
+#pragma GCC unroll 2
+        for (int c = 0; c < C; ++c) {
+          source.pairs(from + c * stride + word * BYTES, w[c]);
+          __builtin_prefetch(work.later + c * code_stride + word * 64, 0, 2);
+        }
 #pragma GCC unroll 4
         for (int64_t j = 0; j < PAIRS; ++j)
 #pragma GCC unroll 12
-          for (int m = 0; m < M; ++m)
-            sums[q][m] = add_products(sums[q][m], broadcast_lane(work.x + (word * PAIRS + j) * M + m), w[j]);
+          for (int m = 0; m < M; ++m) {
+            const auto x = broadcast_lane(work.x + (word * PAIRS + j) * M + m);
+#pragma GCC unroll 2
+            for (int c = 0; c < C; ++c) sums[q][c][m] = add_products(sums[q][c][m], x, w[c][j]);
+          }
       }
     }
 #pragma GCC unroll 4
-    for (int64_t q = 0; q < COUNT; ++q) {
-      const Scales scaled(work, part + q, Source::SCALE);
-      __builtin_prefetch(work.later_scales + (part + q) * scale_bytes, 0, 2);
+    for (int64_t q = 0; q < COUNT; ++q)
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) {
+        const Scales scaled(work, part + q, c, Source::SCALE);
+        __builtin_prefetch(work.later_scales + (c * work.of->groups + part + q) * scale_bytes, 0, 2);
 #pragma GCC unroll 12
-      for (int m = 0; m < M; ++m) totals[m] += scaled(sums[q][m], work.x_sums + (part + q) * M + m);
-    }
+        for (int m = 0; m < M; ++m) totals[c][m] += scaled(sums[q][c][m], work.x_sums + (part + q) * M + m);
+      }
   };
   int64_t part = 0;
   for (; (part + AT_ONCE) * words <= all; part += AT_ONCE)
     add_parts(part, words, std::integral_constant<int64_t, AT_ONCE>());
   for (; part * words < all; ++part)
     add_parts(part, std::min(words, all - part * words), std::integral_constant<int64_t, 1>());
+#pragma GCC unroll 2
+  for (int c = 0; c < C; ++c)
 #pragma GCC unroll 12
-  for (int m = 0; m < M; ++m) store(work.sums + m * TILE, totals[m]);
+    for (int m = 0; m < M; ++m) store(work.sums + (c * M + m) * TILE, totals[c][m]);
 }
 
 // Words j, j + 4, j + 8 and j + 12 of four rows to [words, count].
@@ -239,26 +251,27 @@ TARGET inline void pack_pairs(const Matrix& of, int64_t K, const BFloat16* const
   }
 }
 
-// 32 registers of 512 bits: 12 sums and their totals, 4 of weights, and their table.
-constexpr int ROWS = 12;
+// 32 registers of 512 bits: 12 sums and their totals, those of weights, and their table. With one tile each product loads
+// an input of its own, with two each weight serves fewer rows.
+constexpr int ROWS = 12, ROWS_OF_TWO = 6;
 
-template <class Source, size_t... I>
-constexpr std::array<void (*)(const Work&), ROWS> products(std::index_sequence<I...>) {
-  return {&multiply_pairs<Source, I + 1>...};
+template <class Source, int C, size_t... I>
+constexpr std::array<void (*)(const Work&), sizeof...(I)> products_of(std::index_sequence<I...>) {
+  return {&multiply_pairs<Source, I + 1, C>...};
+}
+
+template <int LARGEST, int C>
+Products products() {
+  constexpr auto rows = std::make_index_sequence<LARGEST>();
+  static constexpr auto int8 = products_of<Integers, C>(rows), bits4 = products_of<FourBits, C>(rows);
+  static constexpr auto fp8 = products_of<Magnitudes, C>(rows), decoded = products_of<Decoded, C>(rows);
+  return {LARGEST, C, {int8.data(), bits4.data(), fp8.data(), bits4.data()}, {nullptr, nullptr, decoded.data(), nullptr}};
 }
 
 // To decode beside the products costs nothing, but for fp8: on Zen 4 128 rows took 12% less when it was done once, those of
 // int8 and of 4 bits as long and 3% longer.
 inline KernelsOf bf16_kernels() {
-  constexpr auto rows = std::make_index_sequence<ROWS>();
-  static constexpr auto int8 = products<Integers>(rows), bits4 = products<FourBits>(rows);
-  static constexpr auto fp8 = products<Magnitudes>(rows), decoded = products<Decoded>(rows);
-  return {nullptr,
-          ROWS,
-          pack_pairs,
-          {int8.data(), bits4.data(), fp8.data(), bits4.data()},
-          {nullptr, nullptr, decode_pairs, nullptr},
-          {nullptr, nullptr, decoded.data(), nullptr},
+  return {nullptr, pack_pairs, products<ROWS, 1>(), products<ROWS_OF_TWO, 2>(), {nullptr, nullptr, decode_pairs, nullptr},
           finish_tile};
 }
 
@@ -318,7 +331,8 @@ constexpr std::array<void (*)(const Work&), FLOAT_ROWS> float_products(std::inde
 inline KernelsOf float_kernels() {
   static constexpr auto all = float_products(std::make_index_sequence<FLOAT_ROWS>());
   constexpr auto decode = decode_floats;
-  return {nullptr, FLOAT_ROWS, nullptr, {}, {decode, decode, decode, decode}, {all.data(), all.data(), all.data(), all.data()}, finish_tile};
+  const Products products = {FLOAT_ROWS, 1, {}, {all.data(), all.data(), all.data(), all.data()}};
+  return {nullptr, nullptr, products, products, {decode, decode, decode, decode}, finish_tile};
 }
 
 inline Kernels kernels() { return {float_kernels(), float_kernels()}; }

@@ -9,7 +9,7 @@
 namespace {
 
 constexpr int64_t TILE = 16;  // outputs of a tile
-constexpr int MAX_ROWS = 12;  // of a product
+constexpr int MAX_ROWS = 12, MAX_COLS = 2;  // of a product
 
 enum class Element { int8, int4, fp8, fp4 };
 enum class GroupType { float32, bfloat16, float16, int8 };  // of scales or zeros; int8: of zeros alone
@@ -35,23 +35,24 @@ struct Matrix {
   // Inputs of a word, 64 bytes: 4 bytes of each of 16 outputs.
   int64_t word_inputs() const { return element == Element::int4 || element == Element::fp4 ? 8 : 4; }
   int64_t tile_bytes() const { return inputs / word_inputs() * 64; }
+  int64_t decoded_bytes() const { return inputs / 2 * TILE * 4; }  // of a tile, as pairs of bfloat16
   // Whether tile registers multiply codes as they are.
   bool scales_sums() const { return word_inputs() == 8 && part % 32 == 0; }
   int64_t parts() const { return (inputs + part - 1) / part; }
 };
 
-// The products of M rows with a tile.
+// The products of M rows with C tiles that lie behind each other.
 struct Work {
   const Matrix* of;
-  const uint8_t* codes;  // of the tile
-  const void* scales;    // of the tile, [groups, TILE]
-  const void* zeros;     // of the tile, [groups, TILE], or null
-  const void* decoded;   // what `decode` made of the tile
+  const uint8_t* codes;  // of the tiles
+  const void* scales;    // [C, groups, TILE]
+  const void* zeros;     // [C, groups, TILE], or null
+  const void* decoded;   // what `decode` made of the tiles
   const uint32_t* x;     // [words, M]: pairs of bfloat16, or float32; all words of the rows
   const float* x_sums;   // [parts, M]: of the inputs of each part; where there are zeros and pairs
-  float* sums;           // [M, TILE], written
-  const uint8_t* later;  // codes of a tile that are fetched meanwhile,
-  const char* later_scales;  // and its scales
+  float* sums;           // [C, M, TILE], written
+  const uint8_t* later;  // codes of as many tiles that are fetched meanwhile,
+  const char* later_scales;  // and their scales
 };
 
 // The products of a block of rows with one or two tiles, rounded, on tile registers.
@@ -84,16 +85,20 @@ struct TileKernels {
   int64_t decoded_words;
 };
 
+// For each Element: entry [m - 1], of m rows.
+struct Products {
+  int64_t rows, cols;  // of the largest; each has so many tiles
+  void (*const* multiply[4])(const Work&);
+  void (*const* multiply_decoded[4])(const Work&);  // of what `decode` wrote, with the same bits
+};
+
 struct KernelsOf {
   const TileKernels* tiles;  // in place of all that follows, or null
-  int64_t rows;  // of a product, at most
   // Writes rows of x, K long each, as `multiply` reads them; null: it reads float32, [inputs, rows].
   void (*pack)(const Matrix&, int64_t K, const BFloat16* const* rows, int64_t count, uint32_t* to);
-  // For each Element, one of these or both, [rows]: entry [m - 1]. `multiply` reads codes, `multiply_decoded` what `decode`
-  // wrote: [inputs, TILE] float32, or [inputs / 2, TILE] pairs of bfloat16. Both give the same bits.
-  void (*const* multiply[4])(const Work&);
+  Products tall, wide;  // of a tile; and of several, with fewer rows
+  // Of each tile: [inputs, TILE] float32, or [inputs / 2, TILE] pairs of bfloat16. Null where `multiply` reads codes alone.
   void (*decode[4])(const Work&, void* to);
-  void (*const* multiply_decoded[4])(const Work&);
   // Rounds [rows, TILE] sums with their bias added: T is 0 float32, 1 bfloat16, 2 float16.
   void (*finish)(int type, const float* sums, int64_t rows, int64_t count, const float* bias, void* out,
                  int64_t out_stride);
