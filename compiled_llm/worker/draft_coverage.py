@@ -7,7 +7,6 @@ draft.
 """
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -57,19 +56,29 @@ class DraftCoverage:
         Steps of one token of each request behind which nothing is drafted are kept, and entered all at once before
         something else happens: most steps of a drafter that is of no use are such, and each would cost 30 us and more.
         """
-        is_plain = _is_plain(output, self._size) and not self._trees
-        is_full = len(self._skipped) >= _MOST_SKIPPED
-        if self._skipped and (is_full or not (is_plain and _follows(self._skipped[-1], output))):
+        if self._trees or not _is_plain(output, self._size):
             self._enter_skipped(store)
-        if is_plain:
-            self._skipped.append(output)
-            self._learned.append(())
-        return is_plain
+            return False
+        if len(self._skipped) >= _MOST_SKIPPED:
+            self._enter_skipped(store)
+        self._skipped.append(output)
+        self._learned.append(())
+        return True
 
     def _enter_skipped(self, store: RequestRows) -> None:
-        """Enter the steps that were skipped, as one of several tokens of each request."""
+        """Enter the steps that were skipped, as far as they follow one another as one of several tokens."""
         outputs, learned = self._skipped, self._learned
         self._skipped, self._learned = [], []
+        start = 0
+        for end in range(1, len(outputs) + 1):
+            if end == len(outputs) or not _follows(outputs[end - 1], outputs[end]):
+                self._enter_as_one(outputs[start:end], learned[start:end], store)
+                start = end
+
+    def _enter_as_one(
+        self, outputs: Sequence[SchedulerOutput], learned: Sequence[Sequence[int]], store: RequestRows
+    ) -> None:
+        """Enter steps of the same requests; ``learned``: what each of them took from the one before, if known."""
         steps = [_token_ids(*step) for step in zip(outputs, learned, strict=True)]
         first, last, count = outputs[0], outputs[-1], len(outputs)
         as_one = last._replace(
@@ -79,6 +88,7 @@ class DraftCoverage:
         )
         rows = np.array([store.row_of(request_id) for request_id in last.request_ids], dtype=np.int64)
         self.begin_step(as_one, rows, store)
+        self._learn(learned[-1])
         starts = np.array(first.num_computed_tokens, dtype=np.int64)
         self.end_step(rows, starts, starts + count, np.zeros(len(rows), dtype=bool), store)
 
@@ -134,7 +144,12 @@ class DraftCoverage:
         """Before ``begin_step``: the step before the last one has sampled ``token_ids``; empty: it was given up."""
         if len(self._skipped) > 1:  # the one that comes is the last of them
             self._learned[-2] = token_ids
-        elif self._taken is not None and token_ids:
+        else:
+            self._learn(token_ids)
+
+    def _learn(self, token_ids: Sequence[int]) -> None:
+        """What the step that was entered last took from the one before is known by now, if it is not empty."""
+        if self._taken is not None and token_ids:
             rows, positions, feedback = self._taken
             self._token_ids[rows, positions] = np.array(token_ids, dtype=np.int32)[feedback]
 
@@ -193,25 +208,32 @@ def _is_plain(output: SchedulerOutput, block_size: int) -> bool:
 
     Blocks may come behind those that a request has computed tokens in: where its tokens are stays as it was.
     """
-    is_other = output.drafts_next or output.admissions or output.released_request_ids
-    moves = output.swapped_out or output.swapped_in or output.copies or output.moved_keys
     num_requests = len(output.request_ids)
-    if is_other or moves or output.trees or output.resets or not 0 < num_requests == len(output.token_ids):
+    if (
+        output.drafts_next
+        or output.admissions
+        or output.released_request_ids
+        or not 0 < num_requests == len(output.token_ids)
+        or (output.swapped_out or output.swapped_in or output.copies or output.moved_keys or output.trees)
+        or output.resets
+    ):
         return False
-    if not output.table_updates:
-        return True
-    computed = dict(zip(output.request_ids, output.num_computed_tokens, strict=True))
-    return all(start * block_size >= computed.get(name, math.inf) for name, start, _ in output.table_updates)
+    for name, start, _ in output.table_updates:
+        if start * block_size < output.num_computed_tokens[output.request_ids.index(name)]:
+            return False
+    return True
 
 
 def _follows(last: SchedulerOutput, output: SchedulerOutput) -> bool:
-    """Whether ``output`` computes the next token of each request of ``last``; both compute one of each."""
-    following = [start + 1 for start in last.num_computed_tokens]
-    return last.request_ids == output.request_ids and following == list(output.num_computed_tokens)
+    """Whether ``output`` computes the next token of each request of ``last``; both are plain, and none came between."""
+    before, computed = last.num_computed_tokens, output.num_computed_tokens
+    return last.request_ids == output.request_ids and sum(computed) == sum(before) + len(before)
 
 
 def _token_ids(output: SchedulerOutput, sampled: Sequence[int]) -> Sequence[int]:
     """The token of each request; ``sampled``: by the step before, empty where that is not known."""
+    if max(output.feedback) < 0:
+        return output.token_ids
     return [
         token if row < 0 else sampled[row] if sampled else UNKNOWN
         for token, row in zip(output.token_ids, output.feedback, strict=True)

@@ -204,8 +204,9 @@ class DraftStage:
             bucket: of the step.
             rows: ``[R]`` int64, those of its requests in ``store``.
         """
-        samples = np.array(output.num_samples) if output.drafts_next else np.zeros(0)
-        return self._draft(np.flatnonzero(samples), output, rows, store)
+        if not output.drafts_next:
+            return None
+        return self._draft(np.flatnonzero(output.num_samples), output, rows, store)
 
     def move_blocks(self, output: SchedulerOutput) -> None:
         """A step without requests is launched: enter the blocks that it moves."""

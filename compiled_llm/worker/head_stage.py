@@ -45,7 +45,7 @@ class HeadStage(NetworkStage):
     _prompt_function = staticmethod(head_prompt_function)
     _numbers_rows = True
 
-    @property
+    @functools.cached_property
     def _keeps_features(self) -> bool:
         return isinstance(self.kv_cache[-1], FeatureCache)
 
