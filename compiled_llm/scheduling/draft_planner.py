@@ -243,9 +243,12 @@ class DraftPlanner:
 
     def record(self, result: StepResult, num_requests: int, num_tokens: int) -> None:
         """A step of so many requests and tokens is done, whose drafts were accepted or not."""
+        self._computes_prompts = result.bucket.kind != "decode"
+        if self._rests and not self._computes_prompts:  # the usual case where drafts do not pay
+            self._num_accepted = 0
+            return
         drafting, counts = result.draft_seconds, self.running_set.counts
         counts.draft_seconds += drafting
-        self._computes_prompts = result.bucket.kind != "decode"
         num_accepted, self._num_accepted = self._num_accepted, 0
         if self._rests or not self.costs:
             return

@@ -52,6 +52,9 @@ class HeadStage(NetworkStage):
     def make_coverage(self, num_blocks: int, num_host_blocks: int) -> None:
         self.coverage = HeadCoverage(self._limits, num_blocks, num_host_blocks)
 
+    def expect(self, output: SchedulerOutput, store: RequestRows) -> bool:
+        return super().expect(output, store) and not self._keeps_features
+
     def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
         if self._keeps_features:
             self._functions[self._features_name(bucket)](*self._feature_arguments(bucket))
@@ -93,6 +96,9 @@ class MedusaStage(NetworkStage):
     @staticmethod
     def _num_columns(tree: NetworkTree) -> int:
         return 2 * tree.depth * tree.ranks
+
+    def expect(self, output: SchedulerOutput, store: RequestRows) -> bool:
+        return DraftStage.expect(self, output, store)
 
     def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
         return DraftStage.run(self, output, bucket, rows, store)
