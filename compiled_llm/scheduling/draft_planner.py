@@ -99,11 +99,13 @@ class DraftPlanner:
 
         So it is while no request takes drafts, and for most steps while looking does not pay.
         """
-        if self._adapts:
-            self._rests = self._num_rests > 0 or not self._histories
-            self._num_rests = max(0, self._num_rests - 1)
-            if self._rests:  # what is known of the last step is out of date when steps are measured again
-                self._done, self._drafts_next = None, False
+        if self._num_rests > 0:
+            self._num_rests -= 1
+            self._rests = True
+        elif self._adapts:
+            self._rests = not self._histories
+        if self._rests:  # what is known of the last step is out of date when steps are measured again
+            self._done, self._drafts_next = None, False
         return self._rests
 
     def propose(self, most: int, beside_prompts: bool) -> None:

@@ -562,9 +562,9 @@ _PLANTED = """
         a token that the device alone knew is computed as token 0
             DraftCoverage.begin_step: token_ids[ends[is_taken] - 1] = UNKNOWN =>
         steps that do not follow one another are entered as one
-            _follows: sum(computed) == sum(before) + len(before) => True
+            _follows: output.num_computed_tokens[0] == last.num_computed_tokens[0] + 1 => True
         a token that the device alone knew stays unknown
-            DraftCoverage._learn: self._token_ids[rows, positions] = np.array(token_ids, dtype=np.int32)[feedback] =>
+            DraftCoverage.learn: self._token_ids[rows, positions] = np.array(token_ids, dtype=np.int32)[feedback] =>
     worker.draft_stage, NETWORKS
         prompts are not computed by the drafter
             NetworkStage._catch_up: np.flatnonzero(~has_all).tolist() => ()
