@@ -3,8 +3,9 @@
 Its unit is a *plain* step, in which nothing is looked for or drafted. It lasts from its beginning to that of the next
 one, which is what a user waits for. Each other step enters what it saved or lost: one with drafts, with a look for
 some, or behind which a network of the worker drafts. Each step of any kind enters a small share of a plain one besides:
-that much may be lost. While the account is empty, nothing is looked for. Steps of about as many requests have an
-account of their own, greedy ones and others: what pays for one request need not for many.
+that much may be lost, and half of it once the account was emptied again without having been full. While the account is
+empty, nothing is looked for. Steps of about as many requests have an account of their own, greedy ones and others: what
+pays for one request need not for many.
 
 A machine becomes slower and faster, and while every step has drafts nobody sees what plain ones take by now. So after
 other steps, as many plain ones are measured, up to 16. Of those that follow most *rest*: nothing of them is measured,
@@ -17,10 +18,10 @@ from typing import NamedTuple
 from compiled_llm.scheduling.costs import moved
 from compiled_llm.scheduling.decode_costs import Key
 
-SHARE = 0.0075  # of all steps, that may be lost
+SHARE, LEAST_SHARE = 0.0075, 0.00375  # of all steps, that may be lost; where the last try paid nothing
 MOST = 8.0  # steps that an account has at most, and at the start
-_LEAST = -64.0  # it is never emptier than that, which shares of some 8,500 steps make up for
-MOST_RESTED = 16  # steps in a row
+_LEAST = -64.0  # it is never emptier than that, which the least shares of 17,100 steps make up for
+MOST_RESTED = 64  # steps in a row
 _MOST_DUE = 16  # plain steps that are measured before others rest
 _LEAST_KNOWN = 3  # plain steps before anything is looked for
 # So many steps without drafts come before a plain one that is measured. Behind drafts the first few take longer: what
@@ -50,8 +51,8 @@ class DoneStep(NamedTuple):
         seconds: from its beginning to that of the next one, without those of ``looked`` and ``network``.
         looked: seconds in looking for drafts.
         network: seconds in which a network of the worker drafted behind it.
-        reads: whether that network did not draft behind the step before, so that ``network`` has the time in which it
-            computed all tokens that it lacked, such as the prompt.
+        reads: whether that network drafted behind neither of the two steps before, so that ``network`` has the time in
+            which it computed all tokens that it lacked, such as the prompt.
         gained: how many plain steps its right drafts have saved.
     """
 
@@ -82,6 +83,8 @@ class _Steps:
         age: steps since the last plain one that was measured.
         num_due: plain steps that are to be measured before any rest.
         num_new: plain steps that are to be measured before more is looked for.
+        share: of a plain step, that each step enters.
+        was_full: whether the account was, since it was empty.
         balance: plain steps that may be lost. What a network takes to compute tokens that it lacks, such as prompts, is
             not entered: one that has read a prompt goes on as long as its drafts save more than they take.
         with_reading: the same, with what that takes: a network reads other prompts only if this is above 0.
@@ -96,15 +99,28 @@ class _Steps:
     age: int = 0
     num_due: int = 0
     num_new: int = 0
+    share: float = SHARE
+    was_full: bool = True
     balance: float = MOST
     with_reading: float = MOST
     others: dict[tuple[Key, bool], tuple[float, int]] = dataclasses.field(default_factory=dict)
     look: float = 0.0
     network: float = 0.0
 
+    @property
+    def left(self) -> float:
+        """Steps that may be lost, whatever for."""
+        return min(self.balance, self.with_reading)
+
     def add(self, saved: float, reading: float = 0.0) -> None:
+        before = self.left
         self.balance = max(_LEAST, min(MOST, self.balance + saved))
         self.with_reading = max(_LEAST, min(MOST, self.with_reading + saved - reading))
+        if self.left == MOST:
+            self.was_full, self.share = True, SHARE
+        elif before > 0.0 >= self.left:
+            self.share = SHARE if self.was_full else LEAST_SHARE
+            self.was_full = False
 
     def enter_plain(self, seconds: float) -> None:
         if self.num_before >= SETTLED:
@@ -117,7 +133,7 @@ class _Steps:
             self.num_plain, self.age, self.num_due = self.num_plain + 1, 0, max(0, self.num_due - 1)
             self.num_new = max(0, self.num_new - 1)
         self.num_before += 1
-        self.add(SHARE)
+        self.add(self.share)
 
     def enter(self, step: DoneStep) -> None:
         """A step that is not plain."""
@@ -142,7 +158,7 @@ class _Steps:
         elif step.network:
             self.network = moved(self.network or step.network, step.network)
             saved -= self.network
-        self.add(SHARE + saved / self.plain, reading / self.plain)
+        self.add(self.share + saved / self.plain, reading / self.plain)
 
 
 class DraftAccount:
@@ -160,7 +176,7 @@ class DraftAccount:
     def looks(self, kind: Kind, *, goes_on: bool) -> bool:
         """Whether the next step, of this kind, looks for drafts or has a network make some.
 
-        ``goes_on``: whether that network has drafted behind the last step, so that it lacks little.
+        ``goes_on``: whether that network has drafted behind one of the last two steps, so that it lacks little.
         """
         steps = self._steps.get(kind)
         if steps is None or steps.num_plain < _LEAST_KNOWN or steps.balance <= 0.0:
@@ -177,16 +193,17 @@ class DraftAccount:
         steps = self._steps.get(kind)
         if steps is None or steps.num_plain < _LEAST_KNOWN or steps.num_due:
             return 0
-        count = min(MOST_RESTED, int(-min(steps.balance, steps.with_reading) / SHARE))
+        count = min(MOST_RESTED, int(-steps.left / steps.share))
         if count <= 0:
             return 0
         steps.num_before, steps.num_due = SETTLED, 1
-        steps.add(SHARE * count)
+        steps.add(steps.share * count)
         return count
 
     def end_rest(self, kind: Kind, count: int) -> None:
         """Of the steps that ``rest`` has entered, ``count`` are not to rest after all."""
-        self._steps[kind].add(-SHARE * count)
+        steps = self._steps[kind]
+        steps.add(-steps.share * count)
 
     def enter(self, step: DoneStep) -> None:
         """A step is over. One of no time, by a clock that does not tell such short ones, says nothing."""

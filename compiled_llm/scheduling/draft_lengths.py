@@ -48,12 +48,14 @@ class Chances:
 
     def __init__(self, others: "Chances | None" = None) -> None:
         self._others = others
-        start = (_PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT) if others is None else (0.0, 0.0)
-        self._by_order = [Acceptance(*start) for _ in range(_ORDERS)]
+        self._by_order: dict[int, Acceptance] = {}  # of the orders that were asked for: few requests are looked at
 
     def __getitem__(self, length: int) -> Acceptance:
         """Of proposals about as long as ``length``."""
-        return self._by_order[min(length.bit_length(), _ORDERS) - 1]
+        order = min(length.bit_length(), _ORDERS)
+        if order not in self._by_order:
+            self._by_order[order] = Acceptance() if self._others is None else Acceptance(0.0, 0.0)
+        return self._by_order[order]
 
     def chance(self, length: int) -> float:
         """That one more draft of so many is right, if those before it are."""

@@ -51,11 +51,14 @@ class DraftPlanner:
         self._keeps_waiting = False
         self._kind: Kind = 1, False  # of the step that was planned last
         self._computes_prompts = False  # whether the step that is done did
+        self._num_accepted = 0  # drafts of that step
         # Of the step that was planned last: when it began, seconds of looking in it, whether a network was to draft
-        # behind it and behind the one before; and what it was, once it is done.
+        # behind it and behind the one before, and whether it had done so behind neither of the two before; and what it
+        # was, once it is done.
         self._began, self._looked = 0.0, 0.0
-        self._drafts_next = self._drafted_before = False
-        self._of_last = 0.0, 0.0, False  # ``_began``, ``_looked`` and ``_drafted_before`` of the step before that
+        self._planned = 0.0  # seconds that it took to measure that step, if nothing was looked for
+        self._drafts_next, self._drafted_before, self._lacks_much = False, False, True
+        self._of_last = 0.0, 0.0, False, True  # the first two and last two of these, of the step before that
         self._done: DoneStep | None = None
         self._of_worker = source if isinstance(source, WorkerDrafts) else None
         self._reader = source if isinstance(source, ReadsSamples) else None
@@ -96,11 +99,13 @@ class DraftPlanner:
 
         So it is while no request takes drafts, and for most steps while looking does not pay.
         """
-        if self._adapts:
-            self._rests = self._num_rests > 0 or not self._histories
-            self._num_rests = max(0, self._num_rests - 1)
-            if self._rests:  # what is known of the last step is out of date when steps are measured again
-                self._done, self._drafts_next = None, False
+        if self._num_rests > 0:
+            self._num_rests -= 1
+            self._rests = True
+        elif self._adapts:
+            self._rests = not self._histories
+        if self._rests:  # what is known of the last step is out of date when steps are measured again
+            self._done, self._drafts_next = None, False
         return self._rests
 
     def propose(self, most: int, beside_prompts: bool) -> None:
@@ -116,6 +121,7 @@ class DraftPlanner:
                 self._let_go()
             if not (self._keeps_waiting or self._drafts_next) and (count := self.account.rest(self._kind)):
                 self._rests, self._num_rests = True, count - 1
+            self._planned = time.perf_counter() - started
             return
         self._keeps_waiting = True
         if most <= 0:
@@ -147,9 +153,11 @@ class DraftPlanner:
         """Whether the step that is about to be planned looks for drafts."""
         self._kind = self._next_kind()
         # A network that has drafted for requests that ended since has to read others from their beginning.
-        running = self.running_set.running
-        self._drafted_before = self._drafts_next and any(request.takes_drafts for request in running)
-        self._pays = self.account.looks(self._kind, goes_on=self._of_worker is None or self._drafted_before)
+        goes_on = any(request.takes_drafts for request in self.running_set.running)
+        # What it drafted behind the step before the last one is verified by now, and it lacks little.
+        self._lacks_much = not (goes_on and (self._drafts_next or self._drafted_before))
+        self._drafted_before = self._drafts_next and goes_on
+        self._pays = self.account.looks(self._kind, goes_on=self._of_worker is None or not self._lacks_much)
         # What a network has drafted already costs little to verify.
         return self._pays or (self._of_worker is not None and self._drafted_before)
 
@@ -199,7 +207,7 @@ class DraftPlanner:
         """
         if not requests:  # all that can run is in flight: the step before goes on, and is what ``record`` is told of
             if not self._rests:
-                self._began, self._looked, self._drafted_before = self._of_last
+                self._began, self._looked, self._drafted_before, self._lacks_much = self._of_last
             elif self._histories:
                 self._num_rests += 1
             self._rests |= self._rested
@@ -229,22 +237,28 @@ class DraftPlanner:
         if self._reader is not None and drafts:  # else it was preempted meanwhile
             self._reader.read_samples(request, start, drafts, sampled)
         if count > 0:
+            self._num_accepted += count
             counts = self.running_set.counts
             counts.num_accepted_draft_tokens += count
             known = counts.num_accepted_by_position
             counts.num_accepted_by_position = (*[number + 1 for number in known[:count]], *known[count:])
 
-    def record(self, result: StepResult, num_requests: int, num_tokens: int, num_accepted: int) -> None:
-        """A step of so many requests and tokens is done, of whose drafts so many were accepted."""
-        bucket, drafting, counts = result.bucket, result.draft_seconds, self.running_set.counts
+    def record(self, result: StepResult, num_requests: int, num_tokens: int) -> None:
+        """A step of so many requests and tokens is done, whose drafts were accepted or not."""
+        self._computes_prompts = result.bucket.kind != "decode"
+        if self._rests and not self._computes_prompts:  # the usual case where drafts do not pay
+            self._num_accepted = 0
+            return
+        drafting, counts = result.draft_seconds, self.running_set.counts
         counts.draft_seconds += drafting
-        self._computes_prompts = bucket.kind != "decode"
-        if not self.costs or self._rests:
+        num_accepted, self._num_accepted = self._num_accepted, 0
+        if self._rests or not self.costs:
             return
         if self._computes_prompts:
             if drafting:
                 self.account.enter_reading(self._next_kind(), drafting)
             return
+        started = time.perf_counter()
         num_drafts, seconds, costs = len(result.sampled_token_ids) - num_requests, result.seconds - drafting, self.costs
         samples = self._kind[1] if self._adapts else _samples(self.running_set.running)
         num_more = num_tokens - num_requests  # drafts, and tokens of prompts that are so short
@@ -256,11 +270,12 @@ class DraftPlanner:
         counts.draft_gain_seconds -= drafting
         if self.running_set.running:  # else nobody knows when the next step begins
             network = drafting if result.draft_token_ids is not None else 0.0
-            reads, gained = not self._drafted_before, self._gained(num_accepted, num_requests)
+            reads, gained = self._lacks_much, self._gained(num_accepted, num_requests)
             alike, has_drafts = costs.key(num_requests, num_more), num_drafts > 0
             self._done = DoneStep(
                 self._kind, num_requests, alike, has_drafts, seconds, network=network, reads=reads, gained=gained
             )
+        self._planned += time.perf_counter() - started
 
     def _end_step(self, now: float) -> None:
         """The next step begins: what the host took for the one that is done is known."""
@@ -269,9 +284,12 @@ class DraftPlanner:
             host = max(0.0, now - self._began - self._looked - done.seconds - done.network)
             self.costs.record_host(done.num_requests, done.has_drafts, host)
             if self._adapts:
-                self.account.enter(done._replace(seconds=done.seconds + host, looked=self._looked))
-        self._of_last = self._began, self._looked, self._drafted_before
-        self._began, self._looked, self._done = now, 0.0, None
+                done = done._replace(looked=self._looked)
+                # A step that rests takes less: it is not measured. On a GPU that is hidden behind the step.
+                measuring = self._planned if done.is_plain and self.limits.mixes_lens else 0.0
+                self.account.enter(done._replace(seconds=done.seconds + max(0.0, host - measuring)))
+        self._of_last = self._began, self._looked, self._drafted_before, self._lacks_much
+        self._began, self._looked, self._planned, self._done = now, 0.0, 0.0, None
 
     def _gained(self, num_accepted: int, num_requests: int) -> float:
         """How many plain steps the right drafts of a step have saved."""

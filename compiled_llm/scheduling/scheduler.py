@@ -249,8 +249,7 @@ class Scheduler:
             self.tiers.end_step(result.files, is_full * output.num_tokens, result.seconds, copied, idle)
         if not requests:  # a step of ``move_files``
             return []
-        num_accepted = self.counts.num_accepted_draft_tokens
-        drafts = drafts_for(requests, output, result)
+        drafts = drafts_for(requests, output, result) if result.draft_token_ids is not None else ()
         self.forks.end_copies()
         if result.prompt_logprobs is not None:
             self._enter_scores(requests, output, result.prompt_logprobs.logprobs)
@@ -279,8 +278,7 @@ class Scheduler:
         if self.drafts is not None:
             if drafts:
                 self.drafts.take(requests, drafts)
-            num_accepted = self.counts.num_accepted_draft_tokens - num_accepted
-            self.drafts.record(result, len(requests), output.num_tokens, num_accepted)
+            self.drafts.record(result, len(requests), output.num_tokens)
         return advanced
 
     def _enter_scores(self, requests: list[Request], output: SchedulerOutput, logprobs: Sequence[float]) -> None:

@@ -46,11 +46,10 @@ def _num_known(request: Request) -> int:
 
 
 def drafts_for(requests: list[Request], output: SchedulerOutput, result: StepResult) -> list[tuple[int, ...]]:
-    """What a network drafted for ``requests`` behind the step ``output``; empty: nothing for any of them.
+    """What a network drafted for ``requests`` behind the step ``output``, which has made it do so.
 
     It went on from all drafts that were right. Those of a request that was preempted meanwhile do not count any more.
     """
-    if result.draft_token_ids is None:
-        return []
+    assert result.draft_token_ids is not None
     columns = zip(requests, output.num_samples, result.draft_token_ids, strict=True)
     return [drafts if len(request.draft_token_ids) == max(0, count - 1) else () for request, count, drafts in columns]

@@ -7,7 +7,6 @@ draft.
 """
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -47,9 +46,10 @@ class DraftCoverage:
         # Tokens that the last step took from the one before, on the device: row, position, and row of that step.
         self._taken: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
         self._trees: list[tuple[int, int, int]] = []  # of the last step: row, and where its tokens begin and end
-        # Steps that are not entered yet, one after another, and what each of them took from the one before, if known.
-        self._skipped: list[SchedulerOutput] = []
-        self._learned: list[Sequence[int]] = []
+        # Steps that are not entered yet, one after another: their tokens, and the first and last two of them. All of
+        # them would keep the steps' memory, and those that come would be in memory that no cache has.
+        self._skipped: list[Sequence[int]] = []
+        self._first = self._before_last = self._last = SchedulerOutput()
 
     def skip(self, output: SchedulerOutput, store: RequestRows) -> bool:
         """A step is about to come, which ``store`` does not know yet. Returns whether it need not be entered.
@@ -57,30 +57,30 @@ class DraftCoverage:
         Steps of one token of each request behind which nothing is drafted are kept, and entered all at once before
         something else happens: most steps of a drafter that is of no use are such, and each would cost 30 us and more.
         """
-        is_plain = _is_plain(output, self._size) and not self._trees
+        is_plain = not self._trees and _is_plain(output, self._size)
         is_full = len(self._skipped) >= _MOST_SKIPPED
-        if self._skipped and (is_full or not (is_plain and _follows(self._skipped[-1], output))):
+        if self._skipped and (is_full or not is_plain or not _follows(self._last, output)):
             self._enter_skipped(store)
         if is_plain:
-            self._skipped.append(output)
-            self._learned.append(())
+            if not self._skipped:
+                self._first = output
+            self._skipped.append(_token_ids(output, ()))
+            self._before_last, self._last = self._last, output
         return is_plain
 
     def _enter_skipped(self, store: RequestRows) -> None:
         """Enter the steps that were skipped, as one of several tokens of each request."""
-        outputs, learned = self._skipped, self._learned
-        self._skipped, self._learned = [], []
-        steps = [_token_ids(*step) for step in zip(outputs, learned, strict=True)]
-        first, last, count = outputs[0], outputs[-1], len(outputs)
+        first, last, steps = self._first, self._last, self._skipped
+        self._skipped = []
         as_one = last._replace(
-            num_scheduled_tokens=(count,) * len(last.request_ids),
+            num_scheduled_tokens=(len(steps),) * len(last.request_ids),
             num_computed_tokens=first.num_computed_tokens,
             token_ids=tuple(itertools.chain.from_iterable(zip(*steps, strict=True))),
         )
         rows = np.array([store.row_of(request_id) for request_id in last.request_ids], dtype=np.int64)
         self.begin_step(as_one, rows, store)
         starts = np.array(first.num_computed_tokens, dtype=np.int64)
-        self.end_step(rows, starts, starts + count, np.zeros(len(rows), dtype=bool), store)
+        self.end_step(rows, starts, starts + len(steps), np.zeros(len(rows), dtype=bool), store)
 
     def begin_step(self, output: SchedulerOutput, rows: np.ndarray, store: RequestRows) -> None:
         """A step is to be run: enter its blocks that move, and its tokens. ``rows`` [R] int64: in ``store``."""
@@ -133,7 +133,7 @@ class DraftCoverage:
     def learn(self, token_ids: Sequence[int]) -> None:
         """Before ``begin_step``: the step before the last one has sampled ``token_ids``; empty: it was given up."""
         if len(self._skipped) > 1:  # the one that comes is the last of them
-            self._learned[-2] = token_ids
+            self._skipped[-2] = _token_ids(self._before_last, token_ids)
         elif self._taken is not None and token_ids:
             rows, positions, feedback = self._taken
             self._token_ids[rows, positions] = np.array(token_ids, dtype=np.int32)[feedback]
@@ -193,25 +193,35 @@ def _is_plain(output: SchedulerOutput, block_size: int) -> bool:
 
     Blocks may come behind those that a request has computed tokens in: where its tokens are stays as it was.
     """
-    is_other = output.drafts_next or output.admissions or output.released_request_ids
-    moves = output.swapped_out or output.swapped_in or output.copies or output.moved_keys
     num_requests = len(output.request_ids)
-    if is_other or moves or output.trees or output.resets or not 0 < num_requests == len(output.token_ids):
+    if (
+        output.drafts_next
+        or output.admissions
+        or output.released_request_ids
+        or not 0 < num_requests == len(output.token_ids)
+        or (output.swapped_out or output.swapped_in or output.copies or output.moved_keys or output.trees)
+        or output.resets
+    ):
         return False
-    if not output.table_updates:
-        return True
-    computed = dict(zip(output.request_ids, output.num_computed_tokens, strict=True))
-    return all(start * block_size >= computed.get(name, math.inf) for name, start, _ in output.table_updates)
+    for name, start, _ in output.table_updates:
+        if start * block_size < output.num_computed_tokens[output.request_ids.index(name)]:
+            return False
+    return True
 
 
 def _follows(last: SchedulerOutput, output: SchedulerOutput) -> bool:
-    """Whether ``output`` computes the next token of each request of ``last``; both compute one of each."""
-    following = [start + 1 for start in last.num_computed_tokens]
-    return last.request_ids == output.request_ids and following == list(output.num_computed_tokens)
+    """Whether ``output`` computes the next token of each request of ``last``; both are plain, and none came between.
+
+    All requests go on by a token then, or none, where steps were given up.
+    """
+    goes_on = output.num_computed_tokens[0] == last.num_computed_tokens[0] + 1
+    return goes_on and last.request_ids == output.request_ids
 
 
 def _token_ids(output: SchedulerOutput, sampled: Sequence[int]) -> Sequence[int]:
     """The token of each request; ``sampled``: by the step before, empty where that is not known."""
+    if max(output.feedback) < 0:
+        return output.token_ids
     return [
         token if row < 0 else sampled[row] if sampled else UNKNOWN
         for token, row in zip(output.token_ids, output.feedback, strict=True)

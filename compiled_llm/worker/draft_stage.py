@@ -194,8 +194,12 @@ class DraftStage:
 
     # -- Running
 
-    def expect(self, output: SchedulerOutput, store: RequestRows) -> None:
-        """A step is about to come, which ``store`` does not know yet; ``run`` or ``move_blocks`` follows."""
+    def expect(self, output: SchedulerOutput, store: RequestRows) -> bool:
+        """A step is about to come, which ``store`` does not know yet; ``run`` or ``move_blocks`` follows.
+
+        Returns whether ``run`` has nothing to do for it, and may be left out.
+        """
+        return not output.drafts_next
 
     def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
         """Draft for the requests of a step whose work is on its way to the device; None: for none of them.
@@ -204,8 +208,8 @@ class DraftStage:
             bucket: of the step.
             rows: ``[R]`` int64, those of its requests in ``store``.
         """
-        samples = np.array(output.num_samples) if output.drafts_next else np.zeros(0)
-        return self._draft(np.flatnonzero(samples), output, rows, store)
+        assert output.drafts_next
+        return self._draft(np.flatnonzero(output.num_samples), output, rows, store)
 
     def move_blocks(self, output: SchedulerOutput) -> None:
         """A step without requests is launched: enter the blocks that it moves."""
@@ -250,7 +254,7 @@ class NetworkStage(DraftStage):
     _tree_function: Callable[..., Any] = staticmethod(draft_tree_function)
     _prompt_function = staticmethod(draft_prompt_function)
     _numbers_rows = False  # whether it has ``DraftInput.row_numbers`` for chains
-    _is_skipped = False  # whether ``run`` has nothing to do for the step that comes
+    _is_skipped = False  # whether the step that comes is entered into the coverage later
 
     def __init__(
         self,
@@ -324,8 +328,9 @@ class NetworkStage(DraftStage):
     def _prompt_arguments(self, step_input: StepInput) -> tuple:
         return self._weights, step_input, self.kv_cache
 
-    def expect(self, output: SchedulerOutput, store: RequestRows) -> None:
+    def expect(self, output: SchedulerOutput, store: RequestRows) -> bool:
         self._is_skipped = self.coverage is not None and self.coverage.skip(output, store)
+        return self._is_skipped
 
     def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
         if self._is_skipped:

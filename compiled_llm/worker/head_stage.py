@@ -45,12 +45,15 @@ class HeadStage(NetworkStage):
     _prompt_function = staticmethod(head_prompt_function)
     _numbers_rows = True
 
-    @property
+    @functools.cached_property
     def _keeps_features(self) -> bool:
         return isinstance(self.kv_cache[-1], FeatureCache)
 
     def make_coverage(self, num_blocks: int, num_host_blocks: int) -> None:
         self.coverage = HeadCoverage(self._limits, num_blocks, num_host_blocks)
+
+    def expect(self, output: SchedulerOutput, store: RequestRows) -> bool:
+        return super().expect(output, store) and not self._keeps_features
 
     def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
         if self._keeps_features:
@@ -93,6 +96,9 @@ class MedusaStage(NetworkStage):
     @staticmethod
     def _num_columns(tree: NetworkTree) -> int:
         return 2 * tree.depth * tree.ranks
+
+    def expect(self, output: SchedulerOutput, store: RequestRows) -> bool:
+        return DraftStage.expect(self, output, store)
 
     def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
         return DraftStage.run(self, output, bucket, rows, store)

@@ -17,7 +17,7 @@ from compiled_llm.scheduling.worker import FileResult, StepResult, Worker
 from compiled_llm.step.logprobs import LogprobRows
 from compiled_llm.worker.device import device_context
 from compiled_llm.worker.draft_stage import Drafts
-from compiled_llm.worker.launched_step import MOST_IN_FLIGHT, HostSlot, LaunchedStep
+from compiled_llm.worker.launched_step import HostSlot, LaunchedStep
 from compiled_llm.worker.profiler import StepProfiler
 from compiled_llm.worker.sampling_stage import SamplingNeeds
 from compiled_llm.worker.started_model import StartedModel
@@ -42,7 +42,10 @@ class ModelRunner(StartedModel, Worker):
     watch: StepWatch | None = None
     # Rows of the last step and which of them sample, and the needs that follow: most steps have the same.
     _last_needs: tuple[Any, list[bool], SamplingNeeds] = None, [], SamplingNeeds(False, False, False)
-    _last_steps: tuple[LaunchedStep, ...] = ()  # as many as may be in flight, where a network drafts
+    # Where a network drafts: the last step, whether it took tokens from the one before, and that one.
+    _last_step: LaunchedStep | None = None
+    _step_before: LaunchedStep | None = None
+    _took_tokens = False
 
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
         """Hand a step to the device. On a CPU it is done when this returns; on a GPU, ``collect`` waits for it.
@@ -64,8 +67,8 @@ class ModelRunner(StartedModel, Worker):
     def _launch(self, output: SchedulerOutput) -> LaunchedStep:
         if output.files.resets and self.files is not None:
             self.files.reset()  # before blocks are copied to rows that it still reads files into, or writes from
-        if self.steps.drafting is not None:
-            self.steps.drafting.expect(output, self.rows)
+        drafting = self.steps.drafting
+        drafts_nothing = drafting is None or drafting.expect(output, self.rows)
         if not output.request_ids:
             return self._move_files(output)
         preparing = time.perf_counter()
@@ -108,7 +111,12 @@ class ModelRunner(StartedModel, Worker):
         )
         num_experts = None if used is None else used.to("cpu", non_blocking=True, copy=True)
         sampled = time.perf_counter()
-        drafts = self._run_drafter(output, bucket, rows, slot)
+        if drafting is not None and self._took_tokens:
+            assert self._step_before is not None  # which has been collected
+            drafting.learn(self._step_before.token_ids)
+        if drafting is not None and slot is not None:
+            slot.sampled.record()
+        drafts = None if drafts_nothing else self._run_drafter(output, bucket, rows, slot)
         finished = time.perf_counter()
         if slot is not None:
             slot.ended.record()
@@ -122,11 +130,11 @@ class ModelRunner(StartedModel, Worker):
                 tokens = tokens.clone()  # the step is repeated, and may leave others
             profiler.repeat(steps, bucket, needs, take_back)
         read = tokens, logprobs, prompt_logprobs
-        drafted = len(rows), drafts, 0.0 if steps.drafting is None else finished - sampled
+        drafted = len(rows), drafts, 0.0 if drafts_nothing else finished - sampled
         step = LaunchedStep(bucket, num_rows, *read, finished - copied, slot, num_experts, *drafted)
         step.copy_seconds = copied - prepared if output.moves_blocks and slot is None else 0.0
-        if steps.drafting is not None:
-            self._last_steps = (*self._last_steps, step)[-MOST_IN_FLIGHT:]
+        if drafting is not None:
+            self._step_before, self._last_step, self._took_tokens = self._last_step, step, max(output.feedback) >= 0
         return step
 
     def _move_files(self, output: SchedulerOutput) -> LaunchedStep:
@@ -166,14 +174,9 @@ class ModelRunner(StartedModel, Worker):
     def _run_drafter(
         self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, slot: HostSlot | None
     ) -> Drafts | None:
-        """Let a network draft, if there is one. The drafts are on their way to the host."""
+        """Let a network draft. The drafts are on their way to the host."""
         drafting = self.steps.drafting
-        if drafting is None:
-            return None
-        if slot is not None:
-            slot.sampled.record()
-        if len(self._last_steps) == MOST_IN_FLIGHT:  # the older one has been collected
-            drafting.learn(self._last_steps[0].token_ids)
+        assert drafting is not None
         drafts = drafting.run(output, bucket, rows, self.rows)
         if drafts is None:
             return None

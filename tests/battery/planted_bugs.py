@@ -184,7 +184,10 @@ LAYER_SKIP = Checks(("tests/e2e/test_layer_skip.py",), load_torch=True)
 TREES = Checks(("tests/scheduling/test_draft_trees.py", "tests/e2e/test_draft_trees.py"), load_torch=True)
 NETWORK_TREES = Checks(("tests/worker/test_draft_trees.py", "tests/e2e/test_network_trees.py"), load_torch=True)
 LATENT_TREES = Checks(("tests/ops/attention/test_latent_trees.py",), load_torch=True)
-NETWORKS = Checks(("tests/worker/test_draft_coverage.py", "tests/e2e/test_draft_model.py"), load_torch=True)
+NETWORKS = Checks(
+    ("tests/worker/test_draft_coverage.py", "tests/worker/test_skipped_steps.py", "tests/e2e/test_draft_model.py"),
+    load_torch=True,
+)
 HEADS = Checks(
     ("tests/worker/test_head_coverage.py", "tests/step/test_head_drafting.py", "tests/e2e/test_draft_heads.py"),
     load_torch=True,
@@ -372,8 +375,11 @@ _PLANTED = """
                 => self.limits.num_draft_tokens
     scheduling.draft_planner, PLANNER
         a network goes on behind requests that have ended
-            DraftPlanner._choose: self._drafts_next and any(request.takes_drafts for request in running)
-                => self._drafts_next
+            DraftPlanner._choose: any(request.takes_drafts for request in self.running_set.running) => True
+        to measure plain steps counts as their time
+            DraftPlanner._end_step: max(0.0, host - measuring) => host
+        a network whose drafts were verified has to read its prompt again
+            DraftPlanner._choose: self._drafts_next or self._drafted_before => self._drafts_next
         steps that do not rest after all keep their shares
             DraftPlanner.takes_drafts: self.account.end_rest(self._kind, self._num_rests) => ...
         empty plans rest
@@ -402,7 +408,9 @@ _PLANTED = """
         savings have no bound
             _Steps.add: min(MOST, self.balance + saved) => self.balance + saved
         plain steps do not refill the account
-            _Steps.enter_plain: self.add(SHARE) => ...
+            _Steps.enter_plain: self.add(self.share) => ...
+        a method that never pays loses as much after each try
+            _Steps.add: SHARE if self.was_full else LEAST_SHARE => SHARE
         after other steps no plain ones are measured
             DraftAccount.rest: steps.num_due => False
         steps of all kinds have one account
@@ -555,6 +563,8 @@ _PLANTED = """
             DraftCoverage._move: move(output.copies, device, device) =>
         a token that the device alone knew is computed as token 0
             DraftCoverage.begin_step: token_ids[ends[is_taken] - 1] = UNKNOWN =>
+        steps that do not follow one another are entered as one
+            _follows: output.num_computed_tokens[0] == last.num_computed_tokens[0] + 1 => True
         a token that the device alone knew stays unknown
             DraftCoverage.learn: self._token_ids[rows, positions] = np.array(token_ids, dtype=np.int32)[feedback] =>
     worker.draft_stage, NETWORKS

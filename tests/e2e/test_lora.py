@@ -14,6 +14,7 @@ from compiled_llm import AsyncCompiledEngine, CompiledEngine, LoRARequest, Reque
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from tests.adapters.made import linear_modules, merged, write_adapter
 from tests.compiling.test_function import check_one_graph
+from tests.draft_heads import write_eagle3
 from tests.drawn import marked
 from tests.families import EVERY_CONFIG, checkpoint, logits_of, transformers_model
 
@@ -148,6 +149,19 @@ def test_chunks_preemptions_and_drafts_change_no_bit(
     with CompiledEngine(str(checkpoint(MODEL)), **{"dtype": "bfloat16", **SIZES, **LORA, **changes}) as engine:
         assert results(engine, adapters) == expected
         assert (engine.stats().num_preemptions > 0) == preempts
+
+
+def test_a_head_that_drafts_changes_no_bit(
+    adapters: list[LoRARequest | None], expected: list[Result], tmp_path: Path
+) -> None:
+    """It reads the hidden states of each request's own adapter, and shares weights with the model without one."""
+    config = {
+        "method": "eagle3", "model": write_eagle3(tmp_path / "head", checkpoint(MODEL)),
+        "num_speculative_tokens": 3, "adaptive": False,
+    }  # fmt: skip
+    with CompiledEngine(str(checkpoint(MODEL)), dtype="bfloat16", **SIZES, **LORA, speculative_config=config) as engine:
+        assert results(engine, adapters) == expected
+        assert engine.stats().num_draft_tokens > 100
 
 
 @pytest.mark.battery

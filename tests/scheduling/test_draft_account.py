@@ -4,7 +4,16 @@ import random
 
 import pytest
 
-from compiled_llm.scheduling.draft_account import MOST, MOST_RESTED, SETTLED, SHARE, DoneStep, DraftAccount, Kind
+from compiled_llm.scheduling.draft_account import (
+    LEAST_SHARE,
+    MOST,
+    MOST_RESTED,
+    SETTLED,
+    SHARE,
+    DoneStep,
+    DraftAccount,
+    Kind,
+)
 
 ONE: Kind = (1, False)
 ALIKE = (0, 0)
@@ -62,7 +71,9 @@ def test_what_never_pays_loses_the_share_and_what_there_was_at_the_start(look: f
     run.steps(4000, look=look, drafts=drafts)
     of_one, unknown = (look + drafts) / PLAIN, 3 * drafts / PLAIN  # at first such steps are taken for faster ones
     assert run.lost <= MOST + SHARE * 4000 + of_one + unknown
-    assert run.lost >= 0.9 * SHARE * 4000, "what may be lost is used to find out whether it pays by now"
+    first = MOST / (of_one - SHARE)  # steps until the account is empty
+    assert run.lost <= MOST + SHARE * first + LEAST_SHARE * 4000 + 4 * of_one + unknown, "then half of it is lost"
+    assert run.lost >= 0.9 * LEAST_SHARE * 4000, "what may be lost is used to find out whether it pays by now"
 
 
 def test_what_pays_is_looked_for_in_every_step_but_one_of_many() -> None:
@@ -177,7 +188,7 @@ def test_steps_that_rest_are_as_many_as_the_account_lacks() -> None:
     run.steps(FIRST)
     assert account.rest(ONE) == 0, "it may look"
     plain = DoneStep(ONE, 1, ALIKE, has_drafts=False, seconds=PLAIN)
-    drafts = plain._replace(has_drafts=True, looked=(MOST + (SETTLED + 19.5) * SHARE) * PLAIN)
+    drafts = plain._replace(has_drafts=True, looked=(MOST + (SETTLED + MOST_RESTED + 3.5) * SHARE) * PLAIN)
     account.enter(drafts)
     for _ in range(SETTLED + 1):
         assert account.rest(ONE) == 0, "after one with drafts a plain one is measured, but none of the first"
@@ -202,7 +213,7 @@ def test_what_does_not_rest_after_all_enters_nothing() -> None:
     assert account._steps[ONE].balance == pytest.approx(before + SHARE * (MOST_RESTED - 10))
 
 
-def test_of_plain_steps_in_a_row_one_of_seventeen_is_measured() -> None:
+def test_of_plain_steps_in_a_row_one_of_sixty_five_is_measured() -> None:
     run = Run()
     run.steps(FIRST)
     account, plain = run.account, DoneStep(ONE, 1, ALIKE, has_drafts=False, seconds=PLAIN)
@@ -216,7 +227,7 @@ def test_of_plain_steps_in_a_row_one_of_seventeen_is_measured() -> None:
             account.enter(plain._replace(seconds=2 * PLAIN))
             num_measured += 1
     assert num_rested / num_measured == pytest.approx(MOST_RESTED, rel=0.05)
-    assert account._steps[ONE].plain == pytest.approx(2 * PLAIN, rel=0.01)
+    assert account._steps[ONE].plain == pytest.approx(2 * PLAIN, rel=0.05)
 
 
 @pytest.mark.parametrize(("pays", "slower"), [(1.1, 1.5), (1.5, 1.5), (1.2, 2.0), (1.3, 3.0)])
@@ -226,7 +237,7 @@ def test_a_machine_that_becomes_slower_keeps_away_no_drafts_that_pay(pays: float
     run.steps(500, look=0.04 * PLAIN, drafts=0.2 * PLAIN, gained=gained)
     run.pace = slower
     looked = run.steps(600, look=0.04 * PLAIN, drafts=0.2 * PLAIN, gained=gained)
-    assert sum(looked) > 500
+    assert sum(looked) > 450
     assert sum(looked[200:]) > 380, "all but two of 130"
 
 
@@ -266,7 +277,7 @@ def test_what_was_lost_is_bounded() -> None:
     while not run.account.looks(ONE, goes_on=False):
         num_rested += run.account.rest(ONE) or 1
         run.account.enter(DoneStep(ONE, 1, ALIKE, has_drafts=False, seconds=PLAIN))
-    assert 5_000 < num_rested < 10_000
+    assert 5_000 < num_rested < 18_000
 
 
 @pytest.mark.parametrize(("one_graph", "expected"), [(True, 2 * PLAIN), (False, PLAIN)])

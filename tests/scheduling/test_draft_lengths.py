@@ -264,7 +264,7 @@ def test_a_step_lasts_until_the_next_one_begins_without_looks_and_the_device(mon
     assert scheduler.counts.draft_seconds == pytest.approx(0.25 * source.num_asked)
 
 
-@pytest.mark.parametrize(("length", "num_wrong", "num_right"), [(40, 12, 16), (100, 3, 8)])
+@pytest.mark.parametrize(("length", "num_wrong", "num_right"), [(40, 12, 30), (100, 3, 8)])
 def test_a_network_that_was_of_no_use_is_drafted_with_again_once_it_is_right(
     monkeypatch: pytest.MonkeyPatch, length: int, num_wrong: int, num_right: int
 ) -> None:
