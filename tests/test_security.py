@@ -74,7 +74,7 @@ ALLOWED = {
     ("ops/torch_private_gpu.py", "ctypes.CDLL"): "torch's own library",
     ("ops/parallel/device_memory.py", "ctypes.CDLL"): "the CUDA driver's library",
     ("compiled_llm/bench/peers/worker.py", "ctypes.CDLL"): "the C library",
-    ("compiled_llm/system/c_library.py", "ctypes.CDLL"): "the C library",
+    ("ops/c_library.py", "ctypes.CDLL"): "the C library",
     ("compiled_llm/system/resources.py", "ctypes.CDLL"): "the C library",
     ("ops/torch_private.py", "importlib.util.spec_from_file_location"): "torch's own files",
     ("ops/torch_private.py", "importlib.util.module_from_spec"): "torch's own files",

@@ -40,25 +40,38 @@ class Finished(NamedTuple):
 
 
 class BackgroundBuilds:
-    """Loads or compiles ``jobs``, in their order, from now on until all are ``finished`` or ``close``.
+    """Loads or compiles ``jobs``, in their order, from ``begin`` on until all are ``finished`` or ``close``.
 
     It is made where torch's settings are the engine's: they go into the code.
 
     Args:
         num_workers: processes that compile at the same time.
         processes: none is started yet.
+        head_start: seconds, after which it begins by itself.
 
     Attributes:
         finished: what has ended, and was not taken yet.
     """
 
-    def __init__(self, cache: CompileCache, jobs: Sequence[Job], num_workers: int, processes: BuildProcesses) -> None:
+    def __init__(
+        self,
+        cache: CompileCache,
+        jobs: Sequence[Job],
+        num_workers: int,
+        processes: BuildProcesses,
+        head_start: float = 0.0,
+    ) -> None:
         self.finished: deque[Finished] = deque()
+        self._may_begin = threading.Event()
         # The threads know nothing of this object, so an engine that is dropped ends them as one that is closed.
         threads: list[threading.Thread] = []
         arguments = cache, deque(jobs), num_workers, processes, code_settings(), self.finished, threads
-        self._finalizer = weakref.finalize(self, _end, processes, threads)
-        _start(threads, _find, *arguments)
+        self._finalizer = weakref.finalize(self, _end, processes, threads, self._may_begin)
+        _start(threads, _find, self._may_begin, head_start, *arguments)
+
+    def begin(self) -> None:
+        """Do not wait for the end of the head start."""
+        self._may_begin.set()
 
     def close(self) -> None:
         """End the processes, also in the middle of a job, and wait for the threads: a second where one loads code."""
@@ -70,15 +83,18 @@ def _start(threads: list[threading.Thread], work: Callable, *arguments: Any) -> 
     threads[-1].start()
 
 
-def _end(processes: BuildProcesses, threads: Sequence[threading.Thread]) -> None:
+def _end(processes: BuildProcesses, threads: Sequence[threading.Thread], may_begin: threading.Event) -> None:
     """A thread that is in torch when the interpreter ends would end the process by a signal."""
     processes.close()
+    may_begin.set()
     for thread in threads:  # the first one adds the others before it ends
         if thread is not threading.current_thread():
             thread.join()
 
 
 def _find(
+    may_begin: threading.Event,
+    head_start: float,
     cache: CompileCache,
     jobs: deque[Job],
     num_workers: int,
@@ -88,6 +104,7 @@ def _find(
     threads: list[threading.Thread],
 ) -> None:
     """Load what is on disk, and start the threads that have the rest compiled."""
+    may_begin.wait(head_start)
     missing: deque[tuple[Job, str]] = deque()
     while jobs and not processes.closed:
         job, started = jobs.popleft(), time.perf_counter()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +29,8 @@ from compiled_llm.models.linears.vocabulary import shared_head
 from compiled_llm.models.registry import attention_layers, family_of, layers_of
 from compiled_llm.models.stages import is_last
 from compiled_llm.models.weights import tensors, used_experts
+from compiled_llm.ops import native
+from compiled_llm.ops.pages import use_huge_pages, use_small_pages
 from compiled_llm.ops.pinned import give
 from compiled_llm.ops.torch_private import keeps_compiled_code, mark_static_address
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
@@ -58,7 +61,11 @@ _SECONDS_A_CALL = 0.1  # of a compiled function that is on disk: loading it, and
 _NO_BOUND = 1 << 30  # tokens of a request in a step
 # How long a graph takes to compile beside others: as long as this in seconds on some machine.
 _STEP_WEIGHT, _LAYER_WEIGHT, _SAMPLER_WEIGHT = 6.0, 0.5, 4.0
-_NICENESS = 10  # of processes that compile while requests are served: a tenth of a core that both want
+# Of processes that compile while requests are served: two fifths of a core that both want. With a tenth (10) a server
+# of two cores that is never idle had not changed over after 100 s.
+_NICENESS = 2
+# Seconds that a request which comes at once has for its first step, before graphs are loaded beside it.
+_HEAD_START = 1.0
 
 
 class CompiledSteps:
@@ -122,7 +129,7 @@ class CompiledSteps:
         num_rows = max(bucket.num_rows for bucket in self.buckets)
         num_tokens = max(bucket.num_tokens for bucket in self.buckets)
         self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.hidden = torch.zeros(num_tokens, model_config.hidden_size, dtype=dtype, device=device)
+        self.hidden = native.zeros_on(device, (num_tokens, model_config.hidden_size), dtype)
         for tensor in (self.last_tokens, self.hidden):
             mark_static_address(tensor)
         sizes = StepSizes.of(limits, device, self.uses_trees)
@@ -161,6 +168,7 @@ class CompiledSteps:
         self._host_tokens: tuple[Tensor, Tensor] | None = None
         self._functions: dict[str, CompiledFunction] = {}
         self._builds: BackgroundBuilds | None = None  # while functions are uncompiled that will not stay so
+        self._has_run = False
         self._ready_time = 0.0
         self._last_report: CompileReport | None = None  # once closed
 
@@ -293,7 +301,8 @@ class CompiledSteps:
             # One core is left to requests. Where there is only one, processes of low priority get the rest of it.
             workers = max(1, granted_cores() - 1) if num_workers is None else num_workers
             self._ready_time = time.monotonic()
-            self._builds = BackgroundBuilds(self.cache, jobs, workers, BuildProcesses(niceness=_NICENESS))
+            processes = BuildProcesses(niceness=_NICENESS)
+            self._builds = BackgroundBuilds(self.cache, jobs, workers, processes, _HEAD_START)
             return
         left: dict[str, Cost | None] = dict.fromkeys(job.name for job in jobs)  # what this process has to compile
         if self.cache is not None:
@@ -321,7 +330,11 @@ class CompiledSteps:
         Raises:
             WorkerFailedError: a function could not be compiled. From then on each call says so.
         """
-        if self._builds is None or not self._builds.finished:
+        if self._builds is None:
+            return
+        if self._has_run:
+            self._builds.begin()
+        if not self._builds.finished:
             return
         functions, finished = self._all_functions(), self._builds.finished
         while finished:
@@ -335,6 +348,13 @@ class CompiledSteps:
         if not any(function.is_pending for function in functions.values()):
             self._builds.close()
             self._builds = None
+            cache = [tensor for group in self.cache_groups() for tensor in group]
+            threading.Thread(target=use_huge_pages, args=(cache,), name="huge pages", daemon=True).start()
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether functions are uncompiled that will not stay so."""
+        return self._builds is not None
 
     def uncompiled(self, cache_dtypes: Sequence[torch.dtype]) -> "CompiledSteps":
         """These steps without compiling, on the same weights and KV cache."""
@@ -422,6 +442,8 @@ class CompiledSteps:
         ``draft_cache``: of the network that drafts, if there is one.
         """
         self.hold(kv_cache, draft_cache)
+        if self.serves_before:  # until all functions are compiled
+            use_small_pages(tensor for group in self.cache_groups() for tensor in group)
         if self.drafting is not None:
             self.drafting.record_again()
         for bucket in self._recording_order():
@@ -484,6 +506,7 @@ class CompiledSteps:
 
     def run_step(self, bucket: Bucket) -> Tensor:
         """Run the model on the step in the bucket's buffers: its logits; ``last_tokens`` has the likeliest tokens."""
+        self._has_run = True
         self.buffers[bucket].start_graph()
         return self._functions[self._name(bucket)](*self.step_arguments(bucket))
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compiled_llm.ops import native
 from compiled_llm.ops.pinned import take
 from compiled_llm.ops.torch_private import mark_static_address
 
@@ -43,7 +44,10 @@ class FieldBuffers:
 
         on_gpu = device.type == "cuda"
         is_apart = on_gpu if is_apart is None else is_apart
-        self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2 if is_apart else 1)]
+        self._hosts = [
+            torch.zeros(size, dtype=torch.uint8, pin_memory=True) if on_gpu else native.huge_zeros((size,), torch.uint8)
+            for _ in range(2 if is_apart else 1)
+        ]
         self._device = torch.zeros(size, dtype=torch.uint8, device=device) if is_apart else self._hosts[0]
         self._in_order = tuple(self._hosts)
         self.is_taken = False

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from compiled_llm.system.c_library import madvise
+from compiled_llm.ops.c_library import madvise
 from compiled_llm.system.resources import free_memory
 
 AHEAD_BYTES = 512 << 20  # of blocks that no request has had

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from compiled_llm.checkpoint.kept_weights import KeptWeights, Layer
-from compiled_llm.system.c_library import c_library, madvise
+from compiled_llm.ops.c_library import c_library, madvise
 
 BLOCK_BYTES = 2 << 20  # a huge page: it is in memory as a whole
 _PAGE = mmap.PAGESIZE

@@ -62,7 +62,9 @@ class ModelRunner(StartedModel, Worker):
             return step
 
     def ask_for_memory(self) -> bool:
-        return self.pool_pages is not None and self.pool_pages.ask(self.rows.blocks_end)
+        if self.pool_pages is None or self.steps.is_changing:  # until then pages are small
+            return False
+        return self.pool_pages.ask(self.rows.blocks_end)
 
     def _launch(self, output: SchedulerOutput) -> LaunchedStep:
         if output.files.resets and self.files is not None:

@@ -17,9 +17,10 @@ from tests.battery.test_gguf_files import PACKAGES, file_of
 pytestmark = pytest.mark.battery
 NUM_TOKENS = 2048
 # Most of the change in perplexity. SmolLM2's weights were Q4_1 and come back; Gemma's have more than 16 values a group.
+# Measured: 0.0047, 0.0065, 0.0015, 0.0019, 0.0039 and 0.437; Gemma -0.009, 0.014, 0.136, 0.140, 0.011 and 0.549.
 MOST = {
-    "smollm2": {"int8": 0.005, "int8_w8a8": 0.012, "int4": 0.005, "int4_w4a8": 0.01, "fp8": 0.012},
-    "gemma3": {"int8": 0.005, "int8_w8a8": 0.015, "int4": 0.2, "fp8": 0.015},
+    "smollm2": {"int8": 0.008, "int8_w8a8": 0.01, "int4": 0.005, "int4_w4a8": 0.005, "fp8": 0.008, "mxfp4": 0.5},
+    "gemma3": {"int8": 0.005, "int8_w8a8": 0.02, "int4": 0.16, "int4_w4a8": 0.17, "fp8": 0.015, "mxfp4": 0.6},
 }
 
 
@@ -54,7 +55,7 @@ def test_perplexity(name: str, tmp_path: Path, battery_counts: Counter[str]) -> 
         found[kind] = summary(compare(own, other, dtypes, windows, 512, kind))
         change = found[kind]["perplexity_change"]
         print(f"| {name} | {kind} | {found[kind]['perplexity_quantised']:.4f} | {change:+.2%} |")
-        assert change < MOST[name].get(kind, 1.0), kind
+        assert change < MOST[name][kind], kind
         battery_counts["kinds"] += 1
     perplexity = {kind: one["perplexity_quantised"] for kind, one in found.items()}
     assert perplexity["int4_w4a8"] < 1.01 * perplexity["int4"]

@@ -54,6 +54,24 @@ def finished(cache: CompileCache, jobs: list[Job]) -> list[Finished]:
     return list(builds.finished)
 
 
+def test_nothing_is_loaded_before_the_head_start_has_ended(tmp_path: Path) -> None:
+    sine, cache = job("sine", torch.rand(2), torch.zeros(2)), CompileCache(tmp_path, {})
+    finished(cache, [sine])
+    builds = BackgroundBuilds(cache, [sine], 1, BuildProcesses(), head_start=60.0)
+    time.sleep(0.2)
+    assert not builds.finished
+    builds.begin()
+    end = time.monotonic() + 30
+    while not builds.finished and time.monotonic() < end:
+        time.sleep(0.01)
+    assert [one.cache for one in builds.finished] == ["hit"]
+
+    builds, started = BackgroundBuilds(cache, [sine], 1, BuildProcesses(), head_start=60.0), time.monotonic()
+    builds.close()
+    assert time.monotonic() - started < 30
+    assert not builds.finished
+
+
 def test_what_is_on_disk_is_loaded_and_the_rest_compiled_first_come_first_served(tmp_path: Path) -> None:
     sine, other = job("sine", torch.rand(2), torch.zeros(2)), job("other", torch.rand(4), torch.zeros(4))
     cache = CompileCache(tmp_path, {})

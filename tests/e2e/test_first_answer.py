@@ -3,6 +3,7 @@
 That no bit differs when functions change over is in tests/battery/test_change_over.py.
 """
 
+import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.compiling import build_processes
+from compiled_llm.compiling.background import BackgroundBuilds
 from compiled_llm.compiling.build_processes import Built, Job
 from compiled_llm.compiling.cache import CompileCache
 from compiled_llm.compiling.function import CompiledFunction
@@ -72,6 +74,32 @@ def test_a_report_takes_what_is_compiled_by_now_though_no_request_came(monkeypat
         monkeypatch.setattr(builds, "finished", deque([compiled]))
         engine.compile_report()
         assert taken == [compiled]
+
+
+def test_graphs_are_loaded_after_the_first_step_and_the_kv_cache_is_in_small_pages_until_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    began: list[int] = []
+    made_huge = threading.Event()
+    advised: list[str] = []
+    monkeypatch.setattr(BackgroundBuilds, "begin", lambda self: began.append(1))
+    monkeypatch.setattr(compiled_steps, "_HEAD_START", 3600.0)
+    monkeypatch.setattr(compiled_steps, "use_small_pages", lambda tensors: advised.extend(["small"] * len([*tensors])))
+    monkeypatch.setattr(compiled_steps, "use_huge_pages", lambda tensors: made_huge.set())
+    with CompiledEngine(**SMALL, wait_for_compile=False) as engine:
+        assert len(advised) == 2 * engine.model_config.num_layers
+        engine.generate("import os", SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+        assert not began, "the first step had company"
+        engine.generate("import os", GREEDY, use_tqdm=False)
+        assert began
+        assert not made_huge.is_set()
+        steps = engine.own_runner.steps
+        assert steps._builds is not None
+        monkeypatch.setattr(CompiledFunction, "is_pending", False)
+        monkeypatch.setattr(CompiledFunction, "take_over", lambda self, finished, seconds: None)
+        steps._builds.finished.append(SimpleNamespace(job=SimpleNamespace(name="step"), error=""))
+        steps.change_over()
+        assert made_huge.wait(30)
 
 
 class WaitsError(Exception):

@@ -1,7 +1,10 @@
 """torch without its shapes is imported sooner, and has them before anything asks."""
 
+import importlib.util
 import subprocess
 import sys
+
+import pytest
 
 PROGRAM = """
 import gc, sys
@@ -22,6 +25,18 @@ with FakeTensorMode():
 assert shapes in sys.modules
 """
 
+TRITON = """
+from compiled_llm.system.quick_start import quick_start
+with quick_start():
+    import triton
+"""
+
 
 def test_what_was_left_out_is_there_before_something_else_of_torch_is_imported() -> None:
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=200)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_tritons_library_tells_of_no_leaks_at_the_end() -> None:
+    ended = subprocess.run([sys.executable, "-c", TRITON], check=True, timeout=200, capture_output=True, text=True)
+    assert "nanobind" not in ended.stderr
