@@ -272,7 +272,7 @@ def test_events_under_way_are_written_without_waking_a_task(
     prompt = {"prompt": "a"} if route == "/v1/completions" else {"messages": CHAT}
     prompt = {"input": CHAT} if route == "/v1/responses" else prompt
     most = "max_output_tokens" if route == "/v1/responses" else "max_tokens"
-    body = {**prompt, "model": DEMO_NAME, most: 80, "stream": True, "temperature": 0, "ignore_eos": True}
+    body = {**prompt, "model": DEMO_NAME, most: 240, "stream": True, "temperature": 0, "ignore_eos": True}
 
     def counted(self: DirectBody, data: bytes) -> None:
         written.append(data)

@@ -240,7 +240,7 @@ def test_traces_of_two_models_do_not_mix() -> None:
 
 def test_an_engine_with_the_proposal_has_the_padding_foretold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps here compute all of their bucket, as on a GPU."""
-    monkeypatch.setattr(compiled_steps, "StepBuffers", lambda *args: StepBuffers(*args[:-1], pads=True))
+    monkeypatch.setattr(compiled_steps, "StepBuffers", lambda *args: StepBuffers(*args[:-2], pads=True))
     requests = [[5] * length for length in (1, 9, 30, 4, 17, 2)]
     params = [SamplingParams(temperature=0, max_tokens=2 + 3 * n, ignore_eos=True) for n in range(len(requests))]
 
