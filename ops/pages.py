@@ -5,7 +5,9 @@ answer writes some hundred bytes. On a virtual machine whose host has to find th
 """
 
 import mmap
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from torch import Tensor
 
@@ -13,6 +15,8 @@ from compiled_llm.ops.c_library import madvise
 
 _HUGE_PAGE = 2 << 20
 _COLLAPSE = 25  # of madvise, from Linux 6.1 on; Python has no name for it
+_PIECE = 16 * _HUGE_PAGE  # which takes up to 0.1 s
+_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def use_small_pages(tensors: Iterable[Tensor]) -> None:
@@ -21,21 +25,49 @@ def use_small_pages(tensors: Iterable[Tensor]) -> None:
 
 
 def use_huge_pages(tensors: Iterable[Tensor]) -> None:
-    """Memory of ``tensors`` comes in huge pages again, and what was written becomes such.
+    """What is not written yet comes in huge pages again."""
+    _advise(tensors, "MADV_HUGEPAGE")
+
+
+class Collapsing:
+    """A thread that makes huge pages of what was written to ``tensors`` in small ones, where the system has any.
 
     Others may read and write it meanwhile: they wait at most while one page is copied. Without the interpreter's lock.
     """
-    tensors = list(tensors)
-    _advise(tensors, "MADV_HUGEPAGE")
-    _advise(tensors, _COLLAPSE)
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._ended = threading.Event()
+        arguments = list(tensors), self._ended
+        self._thread = threading.Thread(target=_collapse, args=arguments, name="huge pages", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Leave the rest as it is, and wait for the thread, which then holds no tensor any more."""
+        self._ended.set()
+        self._thread.join()
 
 
-def _advise(tensors: Iterable[Tensor], advice: str | int) -> None:
-    """Of tensors of a huge page and more. Where the system has no such advice, all stays as it is."""
-    number = getattr(mmap, advice, None) if isinstance(advice, str) else advice
-    if number is None:
+def _collapse(tensors: Sequence[Tensor], ended: threading.Event) -> None:
+    if not _SETTING.exists() or "[never]" in _SETTING.read_text():  # which this advice would not heed
         return
+    for address, size in _mapped(tensors):
+        for start in range(0, size, _PIECE):
+            if ended.is_set():
+                return
+            madvise(address + start, min(_PIECE, size - start), _COLLAPSE)
+
+
+def _advise(tensors: Iterable[Tensor], advice: str) -> None:
+    """Where the system has no such advice, all stays as it is."""
+    number = getattr(mmap, advice, None)
+    if number is not None:
+        for address, size in _mapped(tensors):
+            madvise(address, size, number)
+
+
+def _mapped(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
+    """Addresses and sizes of those on a CPU of a huge page and more: others share pages."""
     for tensor in tensors:
         size = tensor.nbytes // mmap.PAGESIZE * mmap.PAGESIZE
         if tensor.device.type == "cpu" and size >= _HUGE_PAGE:
-            madvise(tensor.data_ptr(), size, number)
+            yield tensor.data_ptr(), size

@@ -6,6 +6,7 @@ asks with no lock.
 """
 
 import contextlib
+import queue
 import threading
 import time
 import weakref
@@ -62,7 +63,8 @@ class BackgroundBuilds:
         head_start: float = 0.0,
     ) -> None:
         self.finished: deque[Finished] = deque()
-        self._may_begin = threading.Event()
+        # Not an Event, whose lock is no re-entrant one: garbage may be collected within, and that may end this.
+        self._may_begin: queue.SimpleQueue[None] = queue.SimpleQueue()
         # The threads know nothing of this object, so an engine that is dropped ends them as one that is closed.
         threads: list[threading.Thread] = []
         arguments = cache, deque(jobs), num_workers, processes, code_settings(), self.finished, threads
@@ -71,7 +73,7 @@ class BackgroundBuilds:
 
     def begin(self) -> None:
         """Do not wait for the end of the head start."""
-        self._may_begin.set()
+        self._may_begin.put(None)
 
     def close(self) -> None:
         """End the processes, also in the middle of a job, and wait for the threads: a second where one loads code."""
@@ -83,17 +85,17 @@ def _start(threads: list[threading.Thread], work: Callable, *arguments: Any) -> 
     threads[-1].start()
 
 
-def _end(processes: BuildProcesses, threads: Sequence[threading.Thread], may_begin: threading.Event) -> None:
+def _end(processes: BuildProcesses, threads: Sequence[threading.Thread], may_begin: queue.SimpleQueue) -> None:
     """A thread that is in torch when the interpreter ends would end the process by a signal."""
     processes.close()
-    may_begin.set()
+    may_begin.put(None)
     for thread in threads:  # the first one adds the others before it ends
         if thread is not threading.current_thread():
             thread.join()
 
 
 def _find(
-    may_begin: threading.Event,
+    may_begin: queue.SimpleQueue,
     head_start: float,
     cache: CompileCache,
     jobs: deque[Job],
@@ -104,7 +106,8 @@ def _find(
     threads: list[threading.Thread],
 ) -> None:
     """Load what is on disk, and start the threads that have the rest compiled."""
-    may_begin.wait(head_start)
+    with contextlib.suppress(queue.Empty):
+        may_begin.get(timeout=head_start)
     missing: deque[tuple[Job, str]] = deque()
     while jobs and not processes.closed:
         job, started = jobs.popleft(), time.perf_counter()

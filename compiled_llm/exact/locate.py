@@ -131,7 +131,7 @@ class OpTrace(TorchDispatchMode):
                 self._names.setdefault(tensor.data_ptr(), f"layers.{layer}.attention")
         self._skipped = {*self._names, steps.hidden.data_ptr()}  # it holds what the step before left
         engine.own_runner.watch = self
-        engine.own_runner.steps.keeps_all_rows = True  # they are compared
+        engine.own_runner.steps.keeps_all_rows = True  # hidden states of all tokens are compared
 
     def __call__(self, output: SchedulerOutput, bucket: Bucket, run: Callable[[], Tensor]) -> Tensor:
         if self._request_id not in output.request_ids:

@@ -234,14 +234,13 @@ class StepRecorder:
         self.records: defaultdict[str, Record] = defaultdict(dict)
         self._steps = engine.own_runner.steps
         engine.own_runner.watch = self
-        engine.own_runner.steps.keeps_all_rows = True  # they are compared
 
     def __call__(self, output: SchedulerOutput, bucket: Bucket, run: Callable[[], Tensor]) -> Tensor:
         for _, adapter in output.adapter_loads:
             self.reloads += adapter in self._loaded
             self._loaded.add(adapter)
         logits = run()
-        hidden = iter(row_digests(self._steps.hidden[: output.num_tokens]))
+        hidden = iter(row_digests(self._steps.hidden[: output.num_tokens]) if self._steps.has_all_rows else ())
         rows = row_digests(logits[: len(output.request_ids)])
         columns = zip(output.request_ids, output.num_computed_tokens, output.num_scheduled_tokens, rows, strict=True)
         for request_id, start, count, row in columns:
@@ -316,7 +315,10 @@ class Served(NamedTuple):
 def serve_settings(
     engine: CompiledEngine, settings: Sequence[Setting], requests: Sequence[Request]
 ) -> Iterator[Served]:
-    """Serve the requests in each of an engine's settings. With a warm cache they come in the other order."""
+    """Serve the requests in each of an engine's settings. With a warm cache they come in the other order.
+
+    With a cold one steps keep the hidden states of all tokens, for which these are compared; else those that they need.
+    """
     recorder = StepRecorder(engine)
     for company in dict.fromkeys(setting.company for setting in settings):
         warmths = [setting.warm for setting in settings if setting.company == company]
@@ -326,6 +328,7 @@ def serve_settings(
             engine.reset_prefix_cache()
             for warm in warmths:
                 before = engine.stats()
+                engine.own_runner.steps.keeps_all_rows = not warm
                 outputs = serve(engine, requests, batch[::-1] if warm else batch)
                 gained = engine.stats().since(before)
                 counts[warm, "preemptions"] += gained.num_preemptions

@@ -41,8 +41,8 @@ def facts_of(name: str, config: ModelConfig) -> ModelFacts:
         hidden_size=config.hidden_size,
         weight_bytes=num_bytes(weights),
         read_bytes=work.weight_bytes_per_step + work.head_bytes_per_step,
-        flops_per_token=work.linear_flops_per_token,
-        head_flops=work.last_flops_per_row,
+        flops_per_token=work.linear_flops_per_token + work.last_flops_per_row,  # a GPU computes them for all
+        head_flops=work.head_flops_per_row,
         pair_flops=pair_flops,
         kv_bytes=_kv_bytes(config, dtype),
         num_experts=mixtures[0].num_experts if mixtures else 0,

@@ -100,7 +100,7 @@ class ModelWork:
 
     Attributes:
         expert_bytes: of one expert, on average.
-        last_flops_per_row: of logits: of the head, and of the layers behind the last attention.
+        last_flops_per_row: of a row of logits, by the layers behind the last attention.
         state_bytes: of one request's states in all layers that keep some.
         windows: the sizes of sliding windows that its layers have.
         per_key: bytes that are read for a key, and operations of a pair: first in all layers without a window, then in
@@ -113,6 +113,7 @@ class ModelWork:
     kv_bytes_per_token: int
     expert_bytes: float
     linear_flops_per_token: int
+    head_flops_per_row: int
     last_flops_per_row: int
     windows: tuple[int, ...]
     per_key: tuple[tuple[int, int], ...]
@@ -153,7 +154,8 @@ class ModelWork:
             kv_bytes_per_token=sum(kv_bytes_per_token),
             expert_bytes=_expert_bytes(experts(weights)),
             linear_flops_per_token=sum(map(_flops_per_row, linear_layers(tuple(read)))) - last_flops,
-            last_flops_per_row=_flops_per_row(weights.head) + last_flops,
+            head_flops_per_row=_flops_per_row(weights.head),
+            last_flops_per_row=last_flops,
             windows=windows,
             per_key=tuple(per_key.values()),
             state_bytes=state_bytes,
@@ -176,7 +178,7 @@ class ModelWork:
         """Floating-point operations that ``work`` has to do."""
         return (
             work.num_tokens * (self.linear_flops_per_token + self.state_flops_per_token)
-            + work.num_logits * self.last_flops_per_row
+            + work.num_logits * (self.head_flops_per_row + self.last_flops_per_row)
             + sum(pairs * flops for (_, pairs), (_, flops) in self._attention(work))
         )
 

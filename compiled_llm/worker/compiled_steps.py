@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,7 +29,7 @@ from compiled_llm.models.registry import attention_layers, family_of, layers_of
 from compiled_llm.models.stages import is_last
 from compiled_llm.models.weights import tensors, used_experts
 from compiled_llm.ops import native
-from compiled_llm.ops.pages import use_huge_pages, use_small_pages
+from compiled_llm.ops.pages import Collapsing, use_huge_pages, use_small_pages
 from compiled_llm.ops.pinned import give
 from compiled_llm.ops.torch_private import keeps_compiled_code, mark_static_address
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
@@ -123,8 +122,8 @@ class CompiledSteps:
         self._keeps_hidden = drafter is not None and bool(drafter[1]) and isinstance(drafter[1][-1], HiddenCache)
         self.keeps_all_rows = False
         reads_hidden = drafter is not None and isinstance(family_of(drafter[0].model_config), HeadFamily)
-        keeps_rows = is_last(model_config) and not (pads or reads_hidden)
-        of_all: tuple[Any, ...] = limits, device, self._windows, self.tables, self.uses_trees, pads, keeps_rows
+        self._keeps_rows = is_last(model_config) and not (pads or reads_hidden)
+        of_all: tuple[Any, ...] = limits, device, self._windows, self.tables, self.uses_trees, pads, self._keeps_rows
         self.buffers = {bucket: StepBuffers(bucket, *of_all) for bucket in self.buckets}
         num_rows = max(bucket.num_rows for bucket in self.buckets)
         num_tokens = max(bucket.num_tokens for bucket in self.buckets)
@@ -168,7 +167,8 @@ class CompiledSteps:
         self._host_tokens: tuple[Tensor, Tensor] | None = None
         self._functions: dict[str, CompiledFunction] = {}
         self._builds: BackgroundBuilds | None = None  # while functions are uncompiled that will not stay so
-        self._has_run = False
+        self._has_run = False  # since the head start of the builds
+        self._collapsing: Collapsing | None = None
         self._ready_time = 0.0
         self._last_report: CompileReport | None = None  # once closed
 
@@ -196,6 +196,16 @@ class CompiledSteps:
         pieces += [] if self.drafting is None else [self.drafting.nbytes]
         taken = 0 if self.taken is None else self.taken.nbytes
         return sum(pieces) + tables + self.sampling.nbytes + self.last_tokens.nbytes + self.hidden.nbytes + taken
+
+    @property
+    def has_all_rows(self) -> bool:
+        """Whether ``hidden`` has all tokens of each step."""
+        return self.keeps_all_rows or not self._keeps_rows
+
+    @property
+    def unwritten_bytes(self) -> int:
+        """Those of ``nbytes`` for which a host gives memory as they are first written."""
+        return self.sampling.unwritten_bytes + (self.hidden.nbytes if self.device.type == "cpu" else 0)
 
     def cache_groups(self) -> list[Caches]:
         """The KV cache's tensors of layers without a window, of those with each window, and of those with a state.
@@ -251,6 +261,8 @@ class CompiledSteps:
         if self._builds is not None:
             self._builds.close()
             self._builds = None
+        if self._collapsing is not None:
+            self._collapsing.close()
         self._last_report = self.report()
         self._functions.clear()
         self.buffers.clear()
@@ -298,7 +310,7 @@ class CompiledSteps:
             before_first_step()
             with progress.stage("", {}) as stage:
                 self._warm_up(enforce_eager, stage, is_awaited=False)
-            # One core is left to requests. Where there is only one, processes of low priority get the rest of it.
+            # One core is left to requests. Where there is only one, they share it: see ``_NICENESS``.
             workers = max(1, granted_cores() - 1) if num_workers is None else num_workers
             self._ready_time = time.monotonic()
             processes = BuildProcesses(niceness=_NICENESS)
@@ -334,6 +346,7 @@ class CompiledSteps:
             return
         if self._has_run:
             self._builds.begin()
+            self._has_run = False
         if not self._builds.finished:
             return
         functions, finished = self._all_functions(), self._builds.finished
@@ -349,7 +362,8 @@ class CompiledSteps:
             self._builds.close()
             self._builds = None
             cache = [tensor for group in self.cache_groups() for tensor in group]
-            threading.Thread(target=use_huge_pages, args=(cache,), name="huge pages", daemon=True).start()
+            use_huge_pages(cache)
+            self._collapsing = Collapsing(cache)
 
     @property
     def is_changing(self) -> bool:

@@ -6,6 +6,7 @@ Qwen3-0.6B's size writes 235 MB, so it took 0.4 s longer. While an engine has no
 requests will write, so that these need not wait.
 """
 
+import mmap
 from collections import deque
 from collections.abc import Sequence
 
@@ -16,7 +17,7 @@ from compiled_llm.system.resources import free_memory
 
 AHEAD_BYTES = 512 << 20  # of blocks that no request has had
 _POPULATE_WRITE = 23  # of madvise, from Linux 5.14 on: contents stay as they are
-_PAGE, _HUGE_PAGE = 4096, 2 << 20
+_HUGE_PAGE = 2 << 20
 
 
 class PoolPages:
@@ -28,7 +29,8 @@ class PoolPages:
     """
 
     def __init__(self, tensors: Sequence[Tensor], ahead_bytes: int = AHEAD_BYTES) -> None:
-        self._tensors = [tensor for tensor in tensors if tensor.nbytes >= _PAGE]  # others lie in pages that were used
+        # Smaller ones lie in pages that were used.
+        self._tensors = [tensor for tensor in tensors if tensor.nbytes >= mmap.PAGESIZE]
         self._most = max(map(len, self._tensors), default=0)
         sizes = [tensor[0].nbytes for tensor in self._tensors]
         self._ahead_bytes = ahead_bytes
@@ -62,5 +64,5 @@ class PoolPages:
         """The whole pages that have the next blocks of a tensor."""
         start, row = tensor.data_ptr(), tensor[0].nbytes
         end = start + min(self._asked + self._step, len(tensor)) * row
-        first = (start + self._asked * row) // _PAGE * _PAGE
+        first = (start + self._asked * row) // mmap.PAGESIZE * mmap.PAGESIZE
         return first, end - first

@@ -1,5 +1,6 @@
 """ModelRunner: from a step that the scheduler has chosen to tensors at fixed addresses, the run, and its results."""
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -13,7 +14,7 @@ from torch import Tensor
 from compiled_llm.ops.torch_settings import own_settings
 from compiled_llm.scheduling.bucket import FILES, Bucket, choose_bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
-from compiled_llm.scheduling.worker import FileResult, StepResult, Worker
+from compiled_llm.scheduling.worker import FileResult, StepResult, Worker, WorkerFailedError
 from compiled_llm.step.logprobs import LogprobRows
 from compiled_llm.worker.device import device_context
 from compiled_llm.worker.draft_stage import Drafts
@@ -62,7 +63,11 @@ class ModelRunner(StartedModel, Worker):
             return step
 
     def ask_for_memory(self) -> bool:
-        if self.pool_pages is None or self.steps.is_changing:  # until then pages are small
+        if self.pool_pages is None:
+            return False
+        with contextlib.suppress(WorkerFailedError):  # which the next step raises
+            self.steps.change_over()
+        if self.steps.is_changing:  # pages that are asked for now would be small ones
             return False
         return self.pool_pages.ask(self.rows.blocks_end)
 

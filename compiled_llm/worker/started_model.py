@@ -207,6 +207,7 @@ class StartedModel:
         if self.files is not None:
             self.files.close()
         self.steps.close()
+        self.pool_pages = None
         if self.read_ahead is not None:
             self.read_ahead.close()
         if self._offloaded is not None:
@@ -446,7 +447,10 @@ class StartedModel:
             measures = not self.steps.serves_before and self.read_ahead is None
             run_largest = self.steps.run_largest if measures else None
             least(0, self.peers)  # all have loaded what they will, and none has a pool yet
-            unwritten = self.steps.sampling.unwritten_bytes
+            unwritten = self.steps.unwritten_bytes
+            if measures:  # else it would count as what the largest steps take
+                self.steps.hidden.zero_()
+                unwritten = self.steps.sampling.unwritten_bytes
             memory.after_compiling(run_largest, keeps_graphs=self.steps.uses_trees, unwritten=unwritten)
             self._record_on(asked := least(memory.num_blocks(), self.peers))
             if (num_blocks := least(memory.blocks_after_recording(asked), self.peers)) < asked:

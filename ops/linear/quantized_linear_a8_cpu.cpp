@@ -20,8 +20,10 @@
 namespace {
 
 constexpr int64_t TILED_ROWS = 8;            // from here on tile registers are faster, where there are any
-constexpr int64_t SHORT_GROUP = 64;          // inputs; sums of groups up to this leave tile registers so often that they
-constexpr int64_t TILED_ROWS_OF_SHORT = 33;  // are faster there from here on; other registers keep their totals
+// Inputs. Sums of groups up to this leave tile registers often: these are faster from so many rows on. Where there are no tile
+// registers, products of such groups keep their totals in registers.
+constexpr int64_t SHORT_GROUP = 64;
+constexpr int64_t TILED_ROWS_OF_SHORT = 33;
 constexpr int64_t MOST_SUMS = 128;           // rows of sums of the short groups that are multiplied at a time
 constexpr int64_t BLOCK_ROWS = 32;           // of products on tile registers
 constexpr int64_t BLOCK_BYTES = 1 << 19;     // of a block of rows: half of L2
@@ -72,7 +74,9 @@ struct Quantized {
 
   Quantized(const Arguments& of, const int32_t* index, int64_t first, int64_t end) {
     const int64_t count = end - first, groups = of.groups(), K = of.K();
-    const int64_t across = (count + TILE) / 32 * 32 + 48;  // no power of two either: threads quantise several rows
+    // Numbers of few rows, which no tile registers take, should lie in few cache lines. Those of many are no power of two
+    // apart either: threads quantise several rows.
+    const int64_t across = count <= FEW_ROWS ? FEW_ROWS : (count + TILE) / 32 * 32 + 48;
     const int64_t stride = (K + 63) / 64 * 64 + 64;  // rows a power of two apart would share a few sets of L1
     const int64_t codes = (count + TILE) * stride;   // tile registers take 16 rows
     memory = empty({codes + across * (3 * groups + 1) * 4}, kChar);

@@ -296,7 +296,9 @@ void multiply(const Layers& of, const Rows& rows, const std::vector<int64_t>& st
   int64_t most = 0;
   for (size_t e = 0; e + 1 < starts.size(); ++e) most = std::max(most, starts[e + 1] - starts[e]);
   // Groups of about the same size, where all rows are of one layer.
-  const Products& products = most > kernels.tall.rows && most <= WIDE_ROWS ? kernels.wide : kernels.tall;
+  // Where codes of few rows are decoded beside the products by a table, as those of fp8, two tiles are too much for registers.
+  const int64_t least = kernels.decode[static_cast<int>(of.matrix.element)] != nullptr ? FEW_ROWS : kernels.tall.rows;
+  const Products& products = most > least && most <= WIDE_ROWS ? kernels.wide : kernels.tall;
   const int64_t groups = (most + products.rows - 1) / products.rows, group = (most + groups - 1) / groups;
   const Packed packed(of, kernels, rows.count, group);
   const int64_t block = std::max<int64_t>(1, BLOCK_BYTES / 4 / packed.words / group) * group;
@@ -312,7 +314,7 @@ void multiply(const Layers& of, const Rows& rows, const std::vector<int64_t>& st
   });
   std::atomic<size_t> free = 0;
   parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    const Tensor decoded = empty({MAX_COLS * of.matrix.inputs, TILE}, kFloat);
+    const Tensor decoded = empty({products.cols * of.matrix.inputs, TILE}, kFloat);
     for (size_t next, i = free++; i < units.size(); i = next) {
       next = free++;
       const Unit& then = units[next < units.size() ? next : i];

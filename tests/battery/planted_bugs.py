@@ -1181,7 +1181,7 @@ _PLANTED = """
         blocks are asked for as if none had been used
             PoolPages.ask: used + self._ahead => self._ahead
         the first pages of blocks are left out
-            PoolPages._piece: first, end - first => (first + _PAGE, end - first - _PAGE)
+            PoolPages._piece: first, end - first => (first + mmap.PAGESIZE, end - first - mmap.PAGESIZE)
     ops.fetch, FETCH
         a copy does not wait for what reads its buffer
             _begin_copy: beside.wait_stream(main) => None

@@ -1,12 +1,13 @@
 """Tensors whose first bytes take small pages, and whose memory becomes huge pages later."""
 
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from compiled_llm.ops import native
-from compiled_llm.ops.pages import use_huge_pages, use_small_pages
+from compiled_llm.ops import native, pages
+from compiled_llm.ops.pages import Collapsing, use_huge_pages, use_small_pages
 
 _MIB = 1 << 20
 _ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -32,6 +33,7 @@ def test_a_written_byte_takes_a_small_page_until_all_becomes_huge() -> None:
     tensor[3] = 7
     assert huge_bytes(tensor) == 0
     use_huge_pages([tensor])
+    Collapsing([tensor])._thread.join()
     tensor[5 * _MIB] = 9  # was not written before
     if huge_bytes(tensor) == 0:
         pytest.skip("the system has no huge page free")
@@ -43,4 +45,35 @@ def test_small_tensors_are_left_as_they_are() -> None:
     tensor = torch.arange(5)
     use_small_pages([tensor])
     use_huge_pages([tensor])
+    Collapsing([tensor]).close()
     assert tensor.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("setting", ["always madvise [never]\n", "always [madvise] never\n"])
+def test_no_huge_page_is_made_where_the_system_is_to_have_none(
+    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor, asked = native.huge_zeros((70 * _MIB,), torch.uint8), list[int]()
+    monkeypatch.setattr(pages, "_SETTING", tmp_path / "enabled")
+    (tmp_path / "enabled").write_text(setting)
+    monkeypatch.setattr(pages, "madvise", lambda address, size, advice: asked.append(size))
+    Collapsing([tensor])._thread.join()
+    assert asked == ([] if "[never]" in setting else [32 * _MIB, 32 * _MIB, 6 * _MIB])
+
+
+def test_who_closes_waits_for_a_piece_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor, begun, goes_on = native.huge_zeros((70 * _MIB,), torch.uint8), threading.Event(), threading.Event()
+    asked: list[int] = []
+
+    def madvise(address: int, size: int, advice: int) -> None:
+        asked.append(size)
+        begun.set()
+        goes_on.wait(30)
+
+    monkeypatch.setattr(pages, "madvise", madvise)
+    monkeypatch.setattr(pages, "_SETTING", Path("/dev/null"))
+    collapsing = Collapsing([tensor])
+    assert begun.wait(30)
+    threading.Timer(0.05, goes_on.set).start()
+    collapsing.close()
+    assert asked == [32 * _MIB]

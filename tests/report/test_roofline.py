@@ -102,7 +102,7 @@ def test_what_grows_with_tokens_contexts_and_rows() -> None:
     one, two = StepWork.of([(99, 1)]), StepWork.of([(99, 1), (49, 1)])
     assert work.bytes(two) - work.bytes(one) == 51 * KV_BYTES + work.embedding_bytes_per_token
     assert work.flops(two) - work.flops(one) == (
-        work.linear_flops_per_token + work.last_flops_per_row + 50 * work.per_key[0][1]
+        work.linear_flops_per_token + work.head_flops_per_row + work.last_flops_per_row + 50 * work.per_key[0][1]
     )
     nothing_sampled = StepWork(num_steps=1, num_tokens=8, num_keys=8, num_pairs=36)
     assert work.bytes(StepWork.of([(0, 8)])) - work.bytes(nothing_sampled) == work.head_bytes_per_step

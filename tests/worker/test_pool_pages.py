@@ -32,8 +32,8 @@ def all_of(pages: PoolPages, used: int) -> int:
 def blocks_of(tensor: Tensor, asked: list[tuple[int, int]]) -> int:
     """The blocks of a tensor of which all was asked for, from the first on; nothing else was."""
     start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    own = sorted((address, address + size) for address, size in asked if start - 4096 < address < end)
-    assert all(first % 4096 == 0 and last <= end for first, last in own)
+    own = sorted((address, address + size) for address, size in asked if start - mmap.PAGESIZE < address < end)
+    assert all(first % mmap.PAGESIZE == 0 and last <= end for first, last in own)
     reached = start
     for first, last in own:
         assert first <= reached, "a hole"
@@ -59,7 +59,7 @@ def test_blocks_ahead_of_those_that_were_used(asked: list[tuple[int, int]]) -> N
 def test_little_at_a_time(asked: list[tuple[int, int]]) -> None:
     pages = PoolPages([huge_zeros((500, 8, 4096), torch.float16)])
     all_of(pages, 0)
-    assert max(size for _, size in asked) <= 2 * MIB + 4096
+    assert max(size for _, size in asked) <= 2 * MIB + mmap.PAGESIZE
 
 
 def test_the_system_gives_it_and_contents_stay() -> None:
