@@ -1,8 +1,8 @@
 """Behind attention of the last layer: the tokens alone whose logits are computed.
 
 The last layer's keys and values are those of all tokens, as in the layers before it. What follows its attention goes
-into nothing but the rows of the head: of a prompt's last output layer and MLP all rows but one are not computed. That
-one has the bits that it has among all. Families are not touched: the output layer is exchanged.
+into nothing but the rows of the head: of a prompt's last output layer and MLP all rows but one are not computed. Its
+bits are the same as if all were. Families are not touched, but for one: the output layer is exchanged.
 """
 
 from typing import Any, NamedTuple

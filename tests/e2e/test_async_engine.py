@@ -172,9 +172,6 @@ def test_an_idle_thread_sleeps(sync_engine: CompiledEngine, monkeypatch: pytest.
     run(main())
 
 
-# -- Consumers that lag or go away
-
-
 def test_an_idle_thread_asks_for_memory_and_no_request_waits_for_it(
     sync_engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +198,9 @@ def test_an_idle_thread_asks_for_memory_and_no_request_waits_for_it(
 
     run(main())
     assert not any(unfinished)
+
+
+# -- Consumers that lag or go away
 
 
 def test_a_slow_consumer_holds_nobody_up_and_misses_no_text() -> None:

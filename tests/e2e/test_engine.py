@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,6 +120,15 @@ def test_a_closed_engine_says_so() -> None:
     for use in (closed.generate, closed.stream, closed.encode_chat):
         with pytest.raises(RuntimeError, match="closed"):
             use(PROMPT)
+
+
+def test_a_closed_engine_holds_no_memory_of_its_cache() -> None:
+    engine = CompiledEngine(enforce_eager=True, bucket_sizes=(1,))
+    engine.ask_for_memory()
+    held = weakref.ref(engine.own_runner.steps.kv_cache[0].k)
+    engine.close()
+    gc.collect()
+    assert held() is None
 
 
 def test_inference_mode_around_the_engine_changes_nothing(engine: CompiledEngine) -> None:

@@ -88,8 +88,9 @@ def test_graphs_are_loaded_after_the_first_step_and_the_kv_cache_is_in_small_pag
     monkeypatch.setattr(compiled_steps, "use_huge_pages", lambda tensors: made_huge.set())
     with CompiledEngine(**SMALL, wait_for_compile=False) as engine:
         assert len(advised) == 2 * engine.model_config.num_layers
+        assert not engine.ask_for_memory(), "it would come in small pages"
         engine.generate("import os", SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
-        assert not began, "the first step had company"
+        assert not began, "graphs were loaded beside the first step"
         engine.generate("import os", GREEDY, use_tqdm=False)
         assert began
         assert not made_huge.is_set()
@@ -98,7 +99,7 @@ def test_graphs_are_loaded_after_the_first_step_and_the_kv_cache_is_in_small_pag
         monkeypatch.setattr(CompiledFunction, "is_pending", False)
         monkeypatch.setattr(CompiledFunction, "take_over", lambda self, finished, seconds: None)
         steps._builds.finished.append(SimpleNamespace(job=SimpleNamespace(name="step"), error=""))
-        steps.change_over()
+        assert engine.ask_for_memory(), "code that is there takes over first"
         assert made_huge.wait(30)
 
 
