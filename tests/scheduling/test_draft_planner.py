@@ -53,6 +53,26 @@ class Guesses:
         pass
 
 
+class PaysFor:
+    """A source whose drafts are all right, and which takes too long unless ``num_requests`` run."""
+
+    num_tokens, adapts = 3, True
+
+    def __init__(self, num_requests: int) -> None:
+        self._guesses, self._num_requests = Guesses(FakeDrafter(3, lambda: 3)), num_requests
+        self.running: list[Request] = []
+        self.num_looks = 0
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        self.num_looks += 1
+        if len(self.running) != self._num_requests:
+            Server.now += 20.0
+        return self._guesses.propose(requests, most)
+
+    def end(self, request: Request) -> None:
+        pass
+
+
 class Server:
     """Serves requests. A decode step takes a second.
 
@@ -73,11 +93,17 @@ class Server:
         reading: float = 0.0,
         max_num_seqs: int = 1,
         one_graph: bool = True,
+        max_model_len: int = 64,
     ) -> None:
         sizes = sorted({1, max_num_seqs})
         seconds = tuple(((size, size * n), 1.0) for size in sizes for n in (1, 2, 4))
         self.scheduler = make_scheduler(
-            400, source=source, one_graph=one_graph, arguments={"decode_seconds": seconds}, max_num_seqs=max_num_seqs
+            400,
+            source=source,
+            one_graph=one_graph,
+            arguments={"decode_seconds": seconds},
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
         )
         assert self.scheduler.drafts is not None
         self.drafts: DraftPlanner = self.scheduler.drafts
@@ -143,6 +169,28 @@ def test_requests_one_after_another_do_not_get_shares_of_steps_that_did_not_rest
     assert 0.5 * source.num_looks >= MOST + 0.6 * LEAST_SHARE * server.num_steps, "and looks go on"
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_rest_ends_when_other_requests_run(ends: bool) -> None:
+    """One of two ends and drafts pay for one; or one comes that takes no drafts, and they pay for two."""
+    source = PaysFor(1 if ends else 2)
+    server = Server(source, max_num_seqs=2, max_model_len=400)
+    source.running = server.scheduler.running
+    for count in (1, 2):  # both accounts are known
+        server.add(count)
+        server.serve()
+    first, *_ = server.add(1 + ends, length=380)
+    while server.drafts._num_rests < 30:
+        server.step()
+    if ends:
+        server.scheduler.finish(first, "abort")
+    else:
+        server.add(length=380, params=SamplingParams(max_tokens=380, num_speculative_tokens=0))
+    before = source.num_looks
+    for _ in range(4):
+        server.step()
+    assert source.num_looks >= before + 2
+
+
 @pytest.mark.parametrize("waits", [False, True])
 def test_plans_without_a_step_do_not_rest(waits: bool) -> None:
     """Where the host has to know each token, every second plan finds that all requests are in flight."""
@@ -205,6 +253,36 @@ def test_a_network_whose_first_drafts_were_right_goes_on_behind_the_step_that_ve
     assert drafted == [False, True, True]
 
 
+def test_a_network_reads_a_prompt_that_was_computed_behind_its_last_drafts() -> None:
+    """One request is on a try that ends at once. A second comes, and drafts for two are tried in the step after."""
+    server = Server(WorkerDrafts(3, adapts=True), drafting=1.5, max_num_seqs=2)
+    accounts = server.drafts.account._steps
+    server.add(2)
+    while (2, True) not in accounts or not accounts[2, True].network:
+        server.step()
+    server.serve()
+    server.add(length=55)
+    server.step()
+    while not server.drafts._drafts_next:
+        server.step()
+    one, two = accounts[1, True], accounts[2, True]
+    one.balance = one.with_reading = -MOST
+    two.balance = two.with_reading = MOST
+    two.num_new = 0
+    server.add(length=55)
+    server.step()
+    assert not server.drafts_next[-1], "behind the second prompt"
+    server.drafting, before = 40.0, two.network
+    server.step()
+    assert server.drafts._done is not None
+    assert server.drafts._done.network == 40.0
+    assert server.drafts._done.reads
+    server.drafting = 1.5
+    server.step()
+    assert two.network == before
+    assert two.with_reading < -25.0 < 0.0 < two.balance
+
+
 def test_a_network_whose_reading_does_not_pay_does_not_read_each_new_prompt() -> None:
     """Though its drafts do pay, once a prompt is read, and it had drafted behind the last step of all."""
     server = Server(WorkerDrafts(3, adapts=True), drafting=0.1, reading=40.0)
@@ -256,6 +334,21 @@ def test_what_goes_by_while_no_request_takes_drafts_is_no_time_of_a_step(others_
     server.serve()
     assert server.drafts.costs.host(1, has_drafts=False) < 1.0
     assert all(steps.plain < 2.0 for steps in server.drafts.account._steps.values())
+
+
+def test_what_a_network_took_counts_though_its_request_ended_meanwhile() -> None:
+    server = Server(WorkerDrafts(3, adapts=True))
+    (request,) = server.add(length=55)
+    while not server.drafts._drafts_next:
+        server.step()
+    output = server.scheduler.schedule()
+    server.scheduler.finish(request, "abort")
+    assert not server.scheduler.schedule().request_ids, "planned while the other step runs, and it rests"
+    before = server.scheduler.counts.draft_seconds
+    sampled = (0,) * output.num_rows
+    result = StepResult(choose_bucket(server.buckets, output), sampled, seconds=3.0, draft_seconds=2.0)
+    server.scheduler.update(output, result)
+    assert server.scheduler.counts.draft_seconds == before + 2.0
 
 
 @pytest.mark.parametrize("one_graph", [False, True])
