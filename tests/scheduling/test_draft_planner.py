@@ -82,6 +82,7 @@ class Server:
 
     Attributes:
         drafts_next: of each step that computed a prompt, whether a network was to draft behind it.
+        plans_between: whether another step is planned while one runs, in which nothing can run.
     """
 
     now = 0.0
@@ -111,6 +112,7 @@ class Server:
         self.requests: dict[str, Request] = {}
         self.num_steps = 0
         self.drafts_next: list[bool] = []
+        self.plans_between = False
 
     def add(self, count: int = 1, length: int = 20, params: SamplingParams | None = None) -> list[Request]:
         requests = [make_request(f"{len(self.requests) + n}", 3, length) for n in range(count)]
@@ -134,6 +136,8 @@ class Server:
         took = (self.reading if computes_prompts else self.drafting) * output.drafts_next
         if computes_prompts:
             self.drafts_next.append(output.drafts_next)
+        if self.plans_between:
+            assert not self.scheduler.schedule().request_ids
         Server.now += 1.0 + took
         self.num_steps += 1
         self.scheduler.update(
@@ -253,7 +257,8 @@ def test_a_network_whose_first_drafts_were_right_goes_on_behind_the_step_that_ve
     assert drafted == [False, True, True]
 
 
-def test_a_network_reads_a_prompt_that_was_computed_behind_its_last_drafts() -> None:
+@pytest.mark.parametrize("plans_between", [False, True])
+def test_a_network_reads_a_prompt_that_was_computed_behind_its_last_drafts(plans_between: bool) -> None:
     """One request is on a try that ends at once. A second comes, and drafts for two are tried in the step after."""
     server = Server(WorkerDrafts(3, adapts=True), drafting=1.5, max_num_seqs=2)
     accounts = server.drafts.account._steps
@@ -269,6 +274,7 @@ def test_a_network_reads_a_prompt_that_was_computed_behind_its_last_drafts() -> 
     one.balance = one.with_reading = -MOST
     two.balance = two.with_reading = MOST
     two.num_new = 0
+    server.plans_between = plans_between
     server.add(length=55)
     server.step()
     assert not server.drafts_next[-1], "behind the second prompt"
