@@ -203,7 +203,9 @@ class DraftAccount:
     def end_rest(self, kind: Kind, count: int) -> None:
         """Of the steps that ``rest`` has entered, ``count`` are not to rest after all."""
         steps = self._steps[kind]
-        steps.add(-steps.share * count)
+        # Not by ``add``: where a rounding error left the account just above 0, no try has emptied it.
+        steps.balance -= steps.share * count
+        steps.with_reading -= steps.share * count
 
     def enter(self, step: DoneStep) -> None:
         """A step is over. One of no time, by a clock that does not tell such short ones, says nothing."""

@@ -4,6 +4,7 @@ import functools
 import itertools
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.decode_costs import DecodeCosts
@@ -20,6 +21,22 @@ from compiled_llm.scheduling.worker_drafts import WorkerDrafts
 # Of the tokens that several requests gain on average, while no other waits for a place: all are done when the last is.
 # Of four and of sixteen requests it gained 0.4 to 0.6 of what they did on average, where that was much.
 _WORTH_OF_SEVERAL = 0.6
+
+
+class _PlannedStep(NamedTuple):
+    """What is known of a step once it is planned.
+
+    Attributes:
+        began: when its planning began.
+        looked: seconds of looking for drafts in it.
+        drafted_before: whether a network drafted behind the step before it, and lacks no prompt of this one.
+        lacks_much: whether that network drafted behind neither of the two steps before it, so that it has to read.
+    """
+
+    began: float
+    looked: float
+    drafted_before: bool
+    lacks_much: bool
 
 
 class DraftPlanner:
@@ -42,8 +59,9 @@ class DraftPlanner:
         self.running_set.counts.num_accepted_by_position = (0,) * limits.num_draft_tokens
         self._histories: dict[Request, History] = {}
         self._of_all = Chances()
+        self._is_on_cpu = limits.mixes_lens  # there alone one graph computes steps with drafts and without
         # Whether the step that is being planned may look for drafts, or have a network make some.
-        self.account, self._pays = DraftAccount(one_graph=limits.mixes_lens), True
+        self.account, self._pays = DraftAccount(one_graph=self._is_on_cpu), True
         # Whether the step that is being planned rests, in which nothing is looked for or measured, and how many follow.
         self._rests, self._num_rests = False, 0
         self._rested = False  # whether the last plan that was not empty was of such a step
@@ -52,29 +70,33 @@ class DraftPlanner:
         self._kind: Kind = 1, False  # of the step that was planned last
         self._computes_prompts = False  # whether the step that is done did
         self._num_accepted = 0  # drafts of that step
-        # Of the step that was planned last: when it began, seconds of looking in it, whether a network was to draft
-        # behind it and behind the one before, and whether it had done so behind neither of the two before; and what it
-        # was, once it is done.
-        self._began, self._looked = 0.0, 0.0
-        self._planned = 0.0  # seconds that it took to measure that step, if nothing was looked for
-        self._drafts_next, self._drafted_before, self._lacks_much = False, False, True
-        self._of_last = 0.0, 0.0, False, True  # the first two and last two of these, of the step before that
+        # Of the step that was planned last, see ``_PlannedStep``; and the step before that.
+        self._began, self._looked, self._drafted_before, self._lacks_much = 0.0, 0.0, False, True
+        self._of_last = _PlannedStep(0.0, 0.0, False, True)
+        # Of the step that was planned last, too: seconds that it took to measure it, if nothing was looked for; whether
+        # a network is to draft behind it; and what it was, once it is done.
+        self._planned, self._drafts_next = 0.0, False
         self._done: DoneStep | None = None
         self._of_worker = source if isinstance(source, WorkerDrafts) else None
         self._reader = source if isinstance(source, ReadsSamples) else None
 
     def takes_drafts(self, request: Request) -> bool:
-        """Whether tokens of ``request`` may be drafted at all."""
+        """Whether tokens of ``request``, which has just come, may be drafted at all."""
+        self._end_rest()
         if request.sampling_params.num_speculative_tokens == 0:
             return False
         # The last token is sampled in any case: a draft for it would be of no use.
         takes = request.max_num_tokens - len(request.prompt_token_ids) > 1
         if takes and self._adapts:
             self._histories[request] = History(request.waits_for_tokens, Chances(self._of_all))
-            if self._num_rests:
-                self.account.end_rest(self._kind, self._num_rests)
-            self._keeps_waiting, self._num_rests = True, 0
+            self._keeps_waiting = True
         return takes
+
+    def _end_rest(self) -> None:
+        """Other requests run from now on, and what does not pay for those before may pay for them."""
+        if self._num_rests:
+            self.account.end_rest(self._kind, self._num_rests)
+            self._num_rests = 0
 
     def room(self, left: int) -> tuple[int, bool]:
         """Most drafts of a step that has ``left`` tokens beside the next one of each running request.
@@ -220,6 +242,8 @@ class DraftPlanner:
         self._drafts_next = self._pays and any(request.takes_drafts for request in requests)
         output.drafts_next = self._drafts_next
         if not output.drafts_next:
+            if output.num_scheduled_tokens != output.num_samples:  # prompts, which the network lacks from now on
+                self._drafted_before = False
             return
         for request, samples in zip(requests, output.num_samples, strict=True):
             if request.takes_drafts and samples:
@@ -246,11 +270,11 @@ class DraftPlanner:
     def record(self, result: StepResult, num_requests: int, num_tokens: int) -> None:
         """A step of so many requests and tokens is done, whose drafts were accepted or not."""
         self._computes_prompts = result.bucket.kind != "decode"
+        drafting, counts = result.draft_seconds, self.running_set.counts
+        counts.draft_seconds += drafting
         if self._rests and not self._computes_prompts:  # the usual case where drafts do not pay
             self._num_accepted = 0
             return
-        drafting, counts = result.draft_seconds, self.running_set.counts
-        counts.draft_seconds += drafting
         num_accepted, self._num_accepted = self._num_accepted, 0
         if self._rests or not self.costs:
             return
@@ -286,9 +310,9 @@ class DraftPlanner:
             if self._adapts:
                 done = done._replace(looked=self._looked)
                 # A step that rests takes less: it is not measured. On a GPU that is hidden behind the step.
-                measuring = self._planned if done.is_plain and self.limits.mixes_lens else 0.0
+                measuring = self._planned if done.is_plain and self._is_on_cpu else 0.0
                 self.account.enter(done._replace(seconds=done.seconds + max(0.0, host - measuring)))
-        self._of_last = self._began, self._looked, self._drafted_before, self._lacks_much
+        self._of_last = _PlannedStep(self._began, self._looked, self._drafted_before, self._lacks_much)
         self._began, self._looked, self._planned, self._done = now, 0.0, 0.0, None
 
     def _gained(self, num_accepted: int, num_requests: int) -> float:
@@ -299,6 +323,7 @@ class DraftPlanner:
 
     def end(self, request: Request) -> None:
         """A request has ended."""
+        self._end_rest()
         history = self._histories.pop(request, None)
         if history is not None:
             history.compare(request.output_token_ids, self._of_all)

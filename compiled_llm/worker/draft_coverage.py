@@ -46,8 +46,9 @@ class DraftCoverage:
         # Tokens that the last step took from the one before, on the device: row, position, and row of that step.
         self._taken: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
         self._trees: list[tuple[int, int, int]] = []  # of the last step: row, and where its tokens begin and end
-        # Steps that are not entered yet, one after another: their tokens, and the first and last two of them. All of
-        # them would keep the steps' memory, and those that come would be in memory that no cache has.
+        # Steps that are not entered yet, one after another: their tokens, and the first and last two of them. Only
+        # these are kept: 64 whole outputs would stay allocated, and new ones would go to memory that is in no
+        # processor cache.
         self._skipped: list[Sequence[int]] = []
         self._first = self._before_last = self._last = SchedulerOutput()
 

@@ -17,7 +17,7 @@ from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.worker import FileResult, StepResult, Worker, WorkerFailedError
 from compiled_llm.step.logprobs import LogprobRows
 from compiled_llm.worker.device import device_context
-from compiled_llm.worker.draft_stage import Drafts
+from compiled_llm.worker.draft_stage import Drafts, DraftStage
 from compiled_llm.worker.launched_step import HostSlot, LaunchedStep
 from compiled_llm.worker.profiler import StepProfiler
 from compiled_llm.worker.sampling_stage import SamplingNeeds
@@ -43,10 +43,9 @@ class ModelRunner(StartedModel, Worker):
     watch: StepWatch | None = None
     # Rows of the last step and which of them sample, and the needs that follow: most steps have the same.
     _last_needs: tuple[Any, list[bool], SamplingNeeds] = None, [], SamplingNeeds(False, False, False)
-    # Where a network drafts: the last step, whether it took tokens from the one before, and that one.
+    # Where something drafts behind steps: the last step, and the one before if the last one took tokens from it.
     _last_step: LaunchedStep | None = None
-    _step_before: LaunchedStep | None = None
-    _took_tokens = False
+    _taken_from: LaunchedStep | None = None
 
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
         """Hand a step to the device. On a CPU it is done when this returns; on a GPU, ``collect`` waits for it.
@@ -117,13 +116,10 @@ class ModelRunner(StartedModel, Worker):
             steps.sampling.prompt_logprobs(steps.weights, output, self.rows) if output.prompt_targets else None
         )
         num_experts = None if used is None else used.to("cpu", non_blocking=True, copy=True)
-        sampled = time.perf_counter()
-        if drafting is not None and self._took_tokens:
-            assert self._step_before is not None  # which has been collected
-            drafting.learn(self._step_before.token_ids)
-        if drafting is not None and slot is not None:
-            slot.sampled.record()
-        drafts = None if drafts_nothing else self._run_drafter(output, bucket, rows, slot)
+        step = LaunchedStep(bucket, num_rows, tokens, logprobs, prompt_logprobs, slot=slot, num_experts=num_experts)
+        step.num_requests = len(rows)
+        if drafting is not None:
+            self._draft_behind(step, output, rows, drafts_nothing)
         finished = time.perf_counter()
         if slot is not None:
             slot.ended.record()
@@ -134,14 +130,10 @@ class ModelRunner(StartedModel, Worker):
         if profiler is not None and take_back is not None:
             if slot is not None:
                 slot.ended.synchronize()
-                tokens = tokens.clone()  # the step is repeated, and may leave others
+                step.tokens = tokens.clone()  # the step is repeated, and may leave others
             profiler.repeat(steps, bucket, needs, take_back)
-        read = tokens, logprobs, prompt_logprobs
-        drafted = len(rows), drafts, 0.0 if drafts_nothing else finished - sampled
-        step = LaunchedStep(bucket, num_rows, *read, finished - copied, slot, num_experts, *drafted)
+        step.seconds = finished - copied
         step.copy_seconds = copied - prepared if output.moves_blocks and slot is None else 0.0
-        if drafting is not None:
-            self._step_before, self._last_step, self._took_tokens = self._last_step, step, max(output.feedback) >= 0
         return step
 
     def _move_files(self, output: SchedulerOutput) -> LaunchedStep:
@@ -178,12 +170,26 @@ class ModelRunner(StartedModel, Worker):
             return written
         return slot.tokens.copy_(self.steps.last_tokens, non_blocking=True)
 
+    def _draft_behind(
+        self, step: LaunchedStep, output: SchedulerOutput, rows: np.ndarray, drafts_nothing: bool
+    ) -> None:
+        """Tell what drafts which tokens are known by now, and let it draft behind ``step``, which has sampled."""
+        began, drafting = time.perf_counter(), self.steps.drafting
+        assert drafting is not None
+        if self._taken_from is not None:  # it has been collected
+            drafting.learn(self._taken_from.token_ids)
+        if step.slot is not None:
+            step.slot.sampled.record()
+        if not drafts_nothing:
+            step.drafts = self._run_drafter(drafting, output, step.bucket, rows, step.slot)
+            step.draft_seconds = time.perf_counter() - began
+        self._taken_from = self._last_step if max(output.feedback) >= 0 else None
+        self._last_step = step
+
     def _run_drafter(
-        self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, slot: HostSlot | None
+        self, drafting: DraftStage, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, slot: HostSlot | None
     ) -> Drafts | None:
         """Let a network draft. The drafts are on their way to the host."""
-        drafting = self.steps.drafting
-        assert drafting is not None
         drafts = drafting.run(output, bucket, rows, self.rows)
         if drafts is None:
             return None

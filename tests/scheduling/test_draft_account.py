@@ -1,5 +1,6 @@
 """What drafts may cost: an account of steps, on a pretended clock."""
 
+import math
 import random
 
 import pytest
@@ -70,9 +71,8 @@ def test_what_never_pays_loses_the_share_and_what_there_was_at_the_start(look: f
     run = Run()
     run.steps(4000, look=look, drafts=drafts)
     of_one, unknown = (look + drafts) / PLAIN, 3 * drafts / PLAIN  # at first such steps are taken for faster ones
-    assert run.lost <= MOST + SHARE * 4000 + of_one + unknown
     first = MOST / (of_one - SHARE)  # steps until the account is empty
-    assert run.lost <= MOST + SHARE * first + LEAST_SHARE * 4000 + 4 * of_one + unknown, "then half of it is lost"
+    assert run.lost <= MOST + SHARE * first + LEAST_SHARE * 4000 + 2 * of_one + unknown, "then half of it is lost"
     assert run.lost >= 0.9 * LEAST_SHARE * 4000, "what may be lost is used to find out whether it pays by now"
 
 
@@ -213,6 +213,20 @@ def test_what_does_not_rest_after_all_enters_nothing() -> None:
     assert account._steps[ONE].balance == pytest.approx(before + SHARE * (MOST_RESTED - 10))
 
 
+def test_a_rest_that_ends_early_is_no_try_that_paid_nothing() -> None:
+    """Though rounding has left the account a little above 0: here by the shares of 33 steps."""
+    run = Run()
+    run.steps(FIRST)
+    steps = run.account._steps[ONE]
+    steps.add(-2 * MOST)
+    steps.balance = steps.with_reading = -math.nextafter(33 * SHARE, 0.0)
+    assert run.account.rest(ONE) == 33
+    assert 0.0 < steps.left < 1e-15
+    run.account.end_rest(ONE, 10)
+    assert steps.share == SHARE, "it was emptied once"
+    assert steps.balance < 0.0
+
+
 def test_of_plain_steps_in_a_row_one_of_sixty_five_is_measured() -> None:
     run = Run()
     run.steps(FIRST)
@@ -230,14 +244,18 @@ def test_of_plain_steps_in_a_row_one_of_sixty_five_is_measured() -> None:
     assert account._steps[ONE].plain == pytest.approx(2 * PLAIN, rel=0.05)
 
 
-@pytest.mark.parametrize(("pays", "slower"), [(1.1, 1.5), (1.5, 1.5), (1.2, 2.0), (1.3, 3.0)])
-def test_a_machine_that_becomes_slower_keeps_away_no_drafts_that_pay(pays: float, slower: float) -> None:
+@pytest.mark.parametrize(
+    ("pays", "slower", "num_without"), [(1.1, 1.5, 124), (1.5, 1.5, 7), (1.2, 2.0, 52), (1.3, 3.0, 77)]
+)
+def test_a_machine_that_becomes_slower_keeps_away_no_drafts_that_pay(
+    pays: float, slower: float, num_without: int
+) -> None:
     """Beside what plain steps took before, steps with drafts look like losses. Then plain ones are measured again."""
     run, gained = Run(), pays * 1.24 - 1.0
     run.steps(500, look=0.04 * PLAIN, drafts=0.2 * PLAIN, gained=gained)
     run.pace = slower
     looked = run.steps(600, look=0.04 * PLAIN, drafts=0.2 * PLAIN, gained=gained)
-    assert sum(looked) > 450
+    assert looked[:200].count(False) == pytest.approx(num_without, abs=5)
     assert sum(looked[200:]) > 380, "all but two of 130"
 
 
@@ -268,16 +286,23 @@ def test_a_step_of_no_time_is_not_entered(seconds: float) -> None:
     assert not account.looks(ONE, goes_on=True)
 
 
-def test_what_was_lost_is_bounded() -> None:
+@pytest.mark.parametrize(("num_tries", "least", "most"), [(1, 8_000, 9_000), (2, 16_500, 17_600)])
+def test_what_was_lost_is_bounded(num_tries: int, least: int, most: int) -> None:
+    """However much it was: 64 plain steps, by shares that are half as large once a second try has paid nothing."""
     run = Run()
     run.steps(FIRST)
+    while num_tries > 1:
+        run.account.enter(DoneStep(ONE, 1, ALIKE, has_drafts=False, seconds=PLAIN, looked=(MOST + 1) * PLAIN))
+        num_tries -= 1
+        while not run.account.looks(ONE, goes_on=False):
+            run.account.enter(DoneStep(ONE, 1, ALIKE, has_drafts=False, seconds=PLAIN))
     for _ in range(1000):
         run.account.enter_reading(ONE, 20 * PLAIN)
     num_rested = 0
     while not run.account.looks(ONE, goes_on=False):
         num_rested += run.account.rest(ONE) or 1
         run.account.enter(DoneStep(ONE, 1, ALIKE, has_drafts=False, seconds=PLAIN))
-    assert 5_000 < num_rested < 18_000
+    assert least < num_rested < most
 
 
 @pytest.mark.parametrize(("one_graph", "expected"), [(True, 2 * PLAIN), (False, PLAIN)])

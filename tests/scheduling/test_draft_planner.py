@@ -53,6 +53,26 @@ class Guesses:
         pass
 
 
+class PaysFor:
+    """A source whose drafts are all right, and which takes too long unless ``num_requests`` run."""
+
+    num_tokens, adapts = 3, True
+
+    def __init__(self, num_requests: int) -> None:
+        self._guesses, self._num_requests = Guesses(FakeDrafter(3, lambda: 3)), num_requests
+        self.running: list[Request] = []
+        self.num_looks = 0
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        self.num_looks += 1
+        if len(self.running) != self._num_requests:
+            Server.now += 20.0
+        return self._guesses.propose(requests, most)
+
+    def end(self, request: Request) -> None:
+        pass
+
+
 class Server:
     """Serves requests. A decode step takes a second.
 
@@ -62,6 +82,7 @@ class Server:
 
     Attributes:
         drafts_next: of each step that computed a prompt, whether a network was to draft behind it.
+        plans_between: whether another step is planned while one runs, in which nothing can run.
     """
 
     now = 0.0
@@ -73,11 +94,17 @@ class Server:
         reading: float = 0.0,
         max_num_seqs: int = 1,
         one_graph: bool = True,
+        max_model_len: int = 64,
     ) -> None:
         sizes = sorted({1, max_num_seqs})
         seconds = tuple(((size, size * n), 1.0) for size in sizes for n in (1, 2, 4))
         self.scheduler = make_scheduler(
-            400, source=source, one_graph=one_graph, arguments={"decode_seconds": seconds}, max_num_seqs=max_num_seqs
+            400,
+            source=source,
+            one_graph=one_graph,
+            arguments={"decode_seconds": seconds},
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
         )
         assert self.scheduler.drafts is not None
         self.drafts: DraftPlanner = self.scheduler.drafts
@@ -85,6 +112,7 @@ class Server:
         self.requests: dict[str, Request] = {}
         self.num_steps = 0
         self.drafts_next: list[bool] = []
+        self.plans_between = False
 
     def add(self, count: int = 1, length: int = 20, params: SamplingParams | None = None) -> list[Request]:
         requests = [make_request(f"{len(self.requests) + n}", 3, length) for n in range(count)]
@@ -108,6 +136,8 @@ class Server:
         took = (self.reading if computes_prompts else self.drafting) * output.drafts_next
         if computes_prompts:
             self.drafts_next.append(output.drafts_next)
+        if self.plans_between:
+            assert not self.scheduler.schedule().request_ids
         Server.now += 1.0 + took
         self.num_steps += 1
         self.scheduler.update(
@@ -141,6 +171,28 @@ def test_requests_one_after_another_do_not_get_shares_of_steps_that_did_not_rest
     until_the_second_try = 100 * (SHARE - LEAST_SHARE)
     assert 0.5 * source.num_looks <= MOST + 1.05 * LEAST_SHARE * server.num_steps + until_the_second_try + 0.5
     assert 0.5 * source.num_looks >= MOST + 0.6 * LEAST_SHARE * server.num_steps, "and looks go on"
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_rest_ends_when_other_requests_run(ends: bool) -> None:
+    """One of two ends and drafts pay for one; or one comes that takes no drafts, and they pay for two."""
+    source = PaysFor(1 if ends else 2)
+    server = Server(source, max_num_seqs=2, max_model_len=400)
+    source.running = server.scheduler.running
+    for count in (1, 2):  # both accounts are known
+        server.add(count)
+        server.serve()
+    first, *_ = server.add(1 + ends, length=380)
+    while server.drafts._num_rests < 30:
+        server.step()
+    if ends:
+        server.scheduler.finish(first, "abort")
+    else:
+        server.add(length=380, params=SamplingParams(max_tokens=380, num_speculative_tokens=0))
+    before = source.num_looks
+    for _ in range(4):
+        server.step()
+    assert source.num_looks >= before + 2
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -205,6 +257,38 @@ def test_a_network_whose_first_drafts_were_right_goes_on_behind_the_step_that_ve
     assert drafted == [False, True, True]
 
 
+@pytest.mark.parametrize("plans_between", [False, True])
+def test_a_network_reads_a_prompt_that_was_computed_behind_its_last_drafts(plans_between: bool) -> None:
+    """One request is on a try that ends at once. A second comes, and drafts for two are tried in the step after."""
+    server = Server(WorkerDrafts(3, adapts=True), drafting=1.5, max_num_seqs=2)
+    accounts = server.drafts.account._steps
+    server.add(2)
+    while (2, True) not in accounts or not accounts[2, True].network:
+        server.step()
+    server.serve()
+    server.add(length=55)
+    server.step()
+    while not server.drafts._drafts_next:
+        server.step()
+    one, two = accounts[1, True], accounts[2, True]
+    one.balance = one.with_reading = -MOST
+    two.balance = two.with_reading = MOST
+    two.num_new = 0
+    server.plans_between = plans_between
+    server.add(length=55)
+    server.step()
+    assert not server.drafts_next[-1], "behind the second prompt"
+    server.drafting, before = 40.0, two.network
+    server.step()
+    assert server.drafts._done is not None
+    assert server.drafts._done.network == 40.0
+    assert server.drafts._done.reads
+    server.drafting = 1.5
+    server.step()
+    assert two.network == before
+    assert two.with_reading < -25.0 < 0.0 < two.balance
+
+
 def test_a_network_whose_reading_does_not_pay_does_not_read_each_new_prompt() -> None:
     """Though its drafts do pay, once a prompt is read, and it had drafted behind the last step of all."""
     server = Server(WorkerDrafts(3, adapts=True), drafting=0.1, reading=40.0)
@@ -256,6 +340,21 @@ def test_what_goes_by_while_no_request_takes_drafts_is_no_time_of_a_step(others_
     server.serve()
     assert server.drafts.costs.host(1, has_drafts=False) < 1.0
     assert all(steps.plain < 2.0 for steps in server.drafts.account._steps.values())
+
+
+def test_what_a_network_took_counts_though_its_request_ended_meanwhile() -> None:
+    server = Server(WorkerDrafts(3, adapts=True))
+    (request,) = server.add(length=55)
+    while not server.drafts._drafts_next:
+        server.step()
+    output = server.scheduler.schedule()
+    server.scheduler.finish(request, "abort")
+    assert not server.scheduler.schedule().request_ids, "planned while the other step runs, and it rests"
+    before = server.scheduler.counts.draft_seconds
+    sampled = (0,) * output.num_rows
+    result = StepResult(choose_bucket(server.buckets, output), sampled, seconds=3.0, draft_seconds=2.0)
+    server.scheduler.update(output, result)
+    assert server.scheduler.counts.draft_seconds == before + 2.0
 
 
 @pytest.mark.parametrize("one_graph", [False, True])
