@@ -48,7 +48,11 @@ class Collapsing:
 
 
 def _collapse(tensors: Sequence[Tensor], ended: threading.Event) -> None:
-    if not _SETTING.exists() or "[never]" in _SETTING.read_text():  # which this advice would not heed
+    try:
+        setting = _SETTING.read_text()
+    except OSError:  # no such setting, or a container that hides it
+        return
+    if "[never]" in setting:  # which this advice would not heed
         return
     for address, size in _mapped(tensors):
         for start in range(0, size, _PIECE):

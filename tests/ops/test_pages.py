@@ -49,16 +49,17 @@ def test_small_tensors_are_left_as_they_are() -> None:
     assert tensor.tolist() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("setting", ["always madvise [never]\n", "always [madvise] never\n"])
+@pytest.mark.parametrize("setting", [None, "always madvise [never]\n", "always [madvise] never\n"])
 def test_no_huge_page_is_made_where_the_system_is_to_have_none(
-    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    setting: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensor, asked = native.huge_zeros((70 * _MIB,), torch.uint8), list[int]()
     monkeypatch.setattr(pages, "_SETTING", tmp_path / "enabled")
-    (tmp_path / "enabled").write_text(setting)
+    if setting is not None:
+        (tmp_path / "enabled").write_text(setting)
     monkeypatch.setattr(pages, "madvise", lambda address, size, advice: asked.append(size))
     Collapsing([tensor])._thread.join()
-    assert asked == ([] if "[never]" in setting else [32 * _MIB, 32 * _MIB, 6 * _MIB])
+    assert asked == ([] if setting is None or "[never]" in setting else [32 * _MIB, 32 * _MIB, 6 * _MIB])
 
 
 def test_who_closes_waits_for_a_piece_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
