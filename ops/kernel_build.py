@@ -37,13 +37,15 @@ _BASES = {
 }
 # The ops with kernels for products of bytes, which an x86 CPU has where it has products of bfloat16.
 _BYTES = ("quantized_linear_a8_cpu",)
+# The ops that serve only where there are products of bfloat16, and no tile registers for them.
+_DOT_ALONE = ("compressed_linear_cpu",)
 # The ops with kernels of their own on ARM.
 _NEON = {
     "attention_cpu": ("neon_bf16", "portable"),
     "linear_cpu": ("neon_bf16", "portable"),
     "quantized_linear_a8_cpu": ("neon_bf16", "neon_dot", "portable"),
 }
-OPS = (*_BASES, *_BYTES, "lora_cpu", "parallel_cpu", "recurrent_cpu", "rowwise_cpu", "sampling_cpu")
+OPS = (*_BASES, *_BYTES, *_DOT_ALONE, "lora_cpu", "parallel_cpu", "recurrent_cpu", "rowwise_cpu", "sampling_cpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +128,11 @@ def pack_library() -> Library:
     return Library("pack_cpu", ROOT / "linear" / "pack_cpu.cpp")
 
 
+def compress_library() -> Library:
+    """What compresses weights as they are loaded (``linear/compressed_linear.py``)."""
+    return Library("compress_cpu", ROOT / "linear" / "compress_cpu.cpp")
+
+
 def quantize_rows_library() -> Library:
     """What rounds weights as they are loaded (``linear/quantize_rows.py``)."""
     as_torch_rounds = ("-ffp-contract=off",)  # a product, then a sum
@@ -157,6 +164,8 @@ def levels() -> tuple[str, ...]:
 
 def isas_of(op: str) -> tuple[str, ...]:
     """The sets that an op has kernels for on machines of this kind, best first; ``amx_in_software`` is for tests."""
+    if op in _DOT_ALONE:
+        return ("avx512_bf16",) if machine() == "x86_64" else ()
     if machine() == "aarch64":
         return _NEON.get(op, ("portable",))
     if machine() != "x86_64":
@@ -170,6 +179,7 @@ def shipped() -> Iterator[Library]:
     """All that a wheel carries."""
     yield features_library()
     yield pack_library()
+    yield compress_library()
     yield quantize_rows_library()
     yield decode_blocks_library()
     for op in (*OPS, "limits_cpu", "program_cpu"):

@@ -41,10 +41,10 @@ _HUGE_PAGE = 2 << 20
 _ALIGNMENT = max(4096, mmap.PAGESIZE)  # of layers smaller than a huge page; tensors of one lie 128 bytes aligned
 _SYNCED = 256 << 20  # bytes written between two syncs: what waits to be written takes memory
 _PACKAGE = Path(__file__).parents[1]
-_SOURCES = ("models/**/*.py", "ops/linear/*.py", "ops/linear/*pack*", "ops/native.py", "checkpoint/**/*.py")
+_SOURCES = ("models/**/*.py", "ops/linear/*.py", "ops/linear/*pack*", "ops/linear/*compress*", "ops/native.py", "checkpoint/**/*.py")
 _ARGUMENTS = (
     *("quantization", "quantization_group_size", "quantization_skip", "quantization_head", "quantization_embedding"),
-    *("quantization_activations", "exact", "model_impl"),
+    *("quantization_activations", "compress_weights", "exact", "model_impl"),
 )
 
 Fields = Mapping[str, Any]
@@ -186,7 +186,8 @@ class KeptWeights:
 
         def mapped(tensor: Tensor) -> Tensor:
             place = next(places)
-            assert (place.dtype, place.shape) == (str(tensor.dtype)[6:], tuple(tensor.shape)), f"{name} in {self.path}"
+            # Shapes may differ in a size: a matrix has as many exceptions as it needs (``CompressedWeight``).
+            assert (place.dtype, len(place.shape)) == (str(tensor.dtype)[6:], tensor.dim()), f"{name} in {self.path}"
             size = _span(place.shape, place.stride) * tensor.itemsize
             content = self._bytes[place.offset : place.offset + size].view(tensor.dtype)
             return content.as_strided(place.shape, place.stride, content.storage_offset())

@@ -7,7 +7,8 @@ import torch
 
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.linears.kinds import linear_kind
+from compiled_llm.models.linears.compressed import Compressed
+from compiled_llm.models.linears.kinds import compresses, linear_kind
 from compiled_llm.models.linears.names import Names
 from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.linears.published import Published
@@ -34,14 +35,36 @@ def quantizing(config: EngineConfig, plain: LinearKind, dtype: torch.dtype) -> L
     return Quantizing(plain, dtype, layers, _scheme(head, size), embedding, config.quantization_skip)
 
 
+def plain_kind(
+    config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> LinearKind:
+    """The kind for what is not quantised.
+
+    Raises:
+        ValueError: ``compress_weights`` is True where there are no kernels for it.
+    """
+    compress = config.compress_weights
+    if compress and not Compressed.serves(device, dtype):
+        raise ValueError(
+            "compress_weights must be None or False but for a model in bfloat16 on a CPU with AVX512-BF16 and without "
+            f"AMX, given True for {str(dtype)[6:]} on {device}: leave it out"
+        )
+    if compress is None:
+        names = Names()
+        family_of(model_config).describe(model_config, dtype, names)
+        elements = sum(part.out_features * part.in_features for part in names.parts)
+        compress = compresses(device, dtype, elements * dtype.itemsize)
+    return Compressed if compress else linear_kind(device, dtype, config.exact)
+
+
 def linears_of(config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype) -> LinearKind:
     """The kind for a model: as its checkpoint keeps the weights, and as the engine's arguments say.
 
     Raises:
-        ValueError: ``quantization_skip`` names no layer that the checkpoint has in plain form, or it has none that
+        ValueError: as ``plain_kind``; ``quantization_skip`` names no layer that the checkpoint has in plain form, or it has none that
             ``quantization`` could round, or none whose activations ``quantization_activations`` could.
     """
-    linears = quantizing(config, linear_kind(device, dtype, config.exact), dtype)
+    linears = quantizing(config, plain_kind(config, model_config, device, dtype), dtype)
     if isinstance(linears, Quantizing) and (config.quantization_skip or model_config.published):
         plain = Names()
         family_of(model_config).describe(model_config, dtype, published(model_config, plain))

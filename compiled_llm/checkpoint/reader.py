@@ -126,7 +126,8 @@ class CheckpointReader:
         num_rows = math.prod(wanted.matrices())
         made = math.prod(wanted.shape) * (wanted.dtype or self.dtype).itemsize
         step = max(1, PIECE_BYTES * num_rows // max(made, self._stored[wanted.name].nbytes))
-        return step // 32 * 32 or step // 16 * 16 or step  # whole tiles of packed layers, also of rows in turn
+        # Whole tiles of packed layers, also of rows in turn, and whole groups of compressed ones.
+        return step // 64 * 64 or step // 32 * 32 or step // 16 * 16 or step
 
     def _read(self, piece: _Piece) -> None:
         wanted, dtype = piece.wanted, piece.wanted.dtype or self.dtype

@@ -30,7 +30,8 @@ def facts_of(name: str, config: ModelConfig) -> ModelFacts:
             f"--models: {name} ({config.architecture}) has layers with a state or a window, of which steps are not "
             "estimated: measure it (compiled-llm bench step-costs) and give --costs"
         )
-    linears = linears_of(EngineConfig(device="cpu", dtype="bfloat16"), config, torch.device("cpu"), dtype)
+    plain = EngineConfig(device="cpu", dtype="bfloat16", compress_weights=False)
+    linears = linears_of(plain, config, torch.device("cpu"), dtype)
     weights = family_of(config).describe(config, dtype, linears).weights
     cached = kv_cache.bytes_per_layer(config, [dtype] * config.num_layers)
     work, mixtures = ModelWork.of(config, weights, cached), experts(weights)

@@ -26,8 +26,7 @@ from torch import Tensor
 from compiled_llm.api import tables
 from compiled_llm.api.config import QUANTIZATIONS, EngineConfig
 from compiled_llm.checkpoint.model_files import checkpoint_directory, model_config
-from compiled_llm.checkpoint.quantization import linears_of
-from compiled_llm.models.linears.kinds import linear_kind
+from compiled_llm.checkpoint.quantization import linears_of, plain_kind
 from compiled_llm.models.linears.protocol import AroundKind, GroupedLinear, Linear, LinearKind, StoredLinear, Take
 from compiled_llm.models.linears.quantizing import names
 from compiled_llm.models.registry import family_of
@@ -224,7 +223,7 @@ def tune(
             f"already, given {', '.join(kinds)}: it is measured as it is, and with activations in int8"
         )
     chosen = kinds or (published_kinds(config) if made.published else all_kinds(config))
-    plain = noted(linear_kind(device, dtype, config.exact))
+    plain = noted(plain_kind(config, made, device, dtype))
     steps = [Step(f"{count} row{'s' if count > 1 else ''}", count, count) for count in rows]
     if prompt_tokens:
         steps.append(Step(f"prompt of {prompt_tokens}", prompt_tokens, 1))

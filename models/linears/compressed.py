@@ -1,0 +1,83 @@
+"""Linear layers whose bfloat16 weights are losslessly compressed, for CPUs (ops/linear/compressed_linear.py)."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_llm.models.linears.dense import Dense
+from compiled_llm.models.linears.experts import PackedExperts
+from compiled_llm.models.linears.heads import PackedHeads
+from compiled_llm.models.linears.packed import Packed
+from compiled_llm.models.linears.parts import take_bias, weight_shapes
+from compiled_llm.models.linears.protocol import StoredLinear, Take
+from compiled_llm.ops import native
+from compiled_llm.ops.linear.compressed_linear import (
+    MOST_INPUTS,
+    CompressedWeight,
+    Compressor,
+    compressed_linear,
+    compressed_rows,
+)
+
+
+class Compressed(NamedTuple):
+    """A linear layer with the bits of ``Packed``. Those of experts and of single heads are packed."""
+
+    weight: CompressedWeight  # [out_features, in_features]
+    bias: Tensor | None  # [out_features]
+    out_features: int
+    in_features: int
+
+    @property
+    def nbytes(self) -> int:
+        weights = self.out_features * self.in_features * 3 // 2
+        return weights + (0 if self.bias is None else self.bias.nbytes)
+
+    @property
+    def cpu_ops(self) -> tuple[str, ...]:
+        return ("compressed_linear_cpu",)
+
+    def apply(self, x: Tensor) -> Tensor:
+        return compressed_linear(x, *self.weight, self.bias, self.out_features)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return compressed_rows(self.weight, ids, self.out_features, self.in_features)
+
+    @staticmethod
+    def serves(device: torch.device, dtype: torch.dtype) -> bool:
+        """Where ``Packed`` has tile registers, it is faster with many rows, and has other bits."""
+        has_kernels = native.is_available("compressed_linear_cpu") and native.best_isa() == "avx512_bf16"
+        return device.type == "cpu" and dtype == torch.bfloat16 and has_kernels
+
+    @staticmethod
+    def is_exact() -> bool:
+        return True
+
+    @classmethod
+    def take(cls, take: Take, parts: Sequence[StoredLinear]) -> "Compressed | Packed":
+        out_features, in_features = sum(part.out_features for part in parts), parts[0].in_features
+        if in_features > MOST_INPUTS:
+            return Packed.take(take, parts)
+        compressor = Compressor(out_features, in_features, take.device)
+        take.rows(weight_shapes(parts), compressor.put)
+        return cls(compressor.finish(), take_bias(take, parts), out_features, in_features)
+
+    @staticmethod
+    def take_table(take: Take, part: StoredLinear) -> Dense:
+        return Packed.take_table(take, part)
+
+    @staticmethod
+    def take_experts(take: Take, experts: Sequence[Sequence[StoredLinear]], top_k: int) -> PackedExperts:
+        return Packed.take_experts(take, experts, top_k)
+
+    @staticmethod
+    def take_heads(
+        take: Take, parts: Sequence[StoredLinear], num_heads: int, first: int
+    ) -> tuple[PackedHeads, PackedHeads]:
+        return Packed.take_heads(take, parts, num_heads, first)
+
+    @staticmethod
+    def bytes_while_taking(nbytes: int) -> int:
+        return 0

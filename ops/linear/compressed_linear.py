@@ -1,0 +1,220 @@
+"""Linear layer on losslessly compressed bfloat16 weights, for CPUs: layout, reference, schemas, registration.
+
+The upper byte of a bfloat16 is its sign and 7 of the 8 bits of its exponent. Those of a matrix's weights are much alike:
+of 8 outputs 16 upper bytes are nearly all. So a weight is kept in 12 bits, its lower byte and a code of 4 bits for the
+upper one, and the few whose upper byte has no code are exceptions. All bits come back, and ``y = x @ W.T + bias`` has
+those of ``packed_linear``; but a decode step, which reads every weight once, reads a quarter less. (That exponents take
+few bits: Zhang et al., "70% Size, 100% Accuracy: Lossless LLM Compression", 2025, with codes of varying length.)
+
+Outputs are taken in groups of 64, four tiles of 16, and inputs in words of two. N out_features, K in_features, G =
+ceil(N / 64), L = ceil(K / 2); output ``64 g + 32 h + 16 t + 4 l + j`` and input ``2 p + i`` have the place ``16 l + 8 t +
+2 j + i`` in half ``h`` of the word ``p`` of group ``g``:
+
+    words[g, p, h, place] = lower byte                                        [G, L, 3, 64] uint8
+    words[g, p, 2, place] = code of half 0 | code of half 1 << 4
+    tables[g, h, l, code] = upper byte                                        [G, 2, 4, 16] uint8
+    exceptions[g, ...] = (128 p + 64 h + place) << 8 | upper byte, rising, then END      [G, C] int32
+
+with outputs past N and inputs past K zero. C is the same for all matrices of K inputs, unless one needs more.
+"""
+
+import ctypes
+import functools
+import threading
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compiled_llm.ops import native
+from compiled_llm.ops.kernel_build import compress_library
+from compiled_llm.ops.library import define_op
+
+GROUP = 64
+END = 0x7FFFFFFF
+MOST_INPUTS = 2**16
+"""In_features that a place has room for."""
+
+
+class CompressedWeight(NamedTuple):
+    """A matrix ``[N, K]`` as above."""
+
+    words: Tensor
+    tables: Tensor
+    exceptions: Tensor
+
+
+def empty_compressed(out_features: int, in_features: int, device: torch.device) -> CompressedWeight:
+    """A compressed weight for ``Compressor``; on the CPU in huge pages, which are taken as they are written."""
+    groups, length = -(-out_features // GROUP), -(-in_features // 2)
+
+    def made(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if device.type == "meta":
+            return torch.empty(shape, dtype=dtype, device=device)
+        return native.huge_zeros(shape, dtype)
+
+    return CompressedWeight(
+        made((groups, length, 3, GROUP), torch.uint8),
+        made((groups, 2, 4, 16), torch.uint8),
+        made((groups, max(64, in_features // 8)), torch.int32),
+    )
+
+
+class Compressor:
+    """Takes the rows of a matrix, in any order and from several threads, and compresses them.
+
+    A group is compressed as soon as all its rows are there; what is kept until then are the rows of groups that are not.
+    """
+
+    def __init__(self, out_features: int, in_features: int, device: torch.device) -> None:
+        assert in_features <= MOST_INPUTS, "exceptions have no room for the places of more inputs"
+        self._shape = out_features, in_features
+        self._weight = empty_compressed(out_features, in_features, device)
+        self._zeros = torch.zeros(in_features, dtype=torch.bfloat16)
+        self._lock = threading.Lock()
+        self._parts: dict[int, tuple[Tensor, list[int]]] = {}  # group -> its rows, and how many are missing
+        self._many: dict[int, Tensor] = {}  # group -> its exceptions, which have no room
+
+    def put(self, start: int, rows: Tensor) -> None:
+        """Rows ``[n, K]`` of ``W`` from ``start`` on, bfloat16 on the CPU."""
+        out_features, in_features = self._shape
+        assert rows.dtype == torch.bfloat16
+        assert rows.shape[1] == in_features
+        assert 0 <= start <= start + len(rows) <= out_features, "rows beyond the last one"
+        rows = rows.contiguous()
+        for group in range(start // GROUP, -(-(start + len(rows)) // GROUP)):
+            first, size = group * GROUP, min(GROUP, out_features - group * GROUP)
+            begin, end = max(first, start), min(first + size, start + len(rows))
+            part = rows[begin - start : end - start]
+            if len(part) == size:
+                self._compress(group, part)
+                continue
+            with self._lock:
+                if group not in self._parts:
+                    self._parts[group] = torch.empty(size, in_features, dtype=torch.bfloat16), [size]
+                whole, missing = self._parts[group]
+                missing[0] -= len(part)
+                is_last = missing[0] == 0
+                whole[begin - first : end - first] = part
+                if is_last:
+                    del self._parts[group]
+            if is_last:
+                self._compress(group, whole)
+
+    def finish(self) -> CompressedWeight:
+        """The whole matrix, all of whose rows were given."""
+        assert not self._parts, f"groups {list(self._parts)} lack rows"
+        exceptions = self._weight.exceptions
+        if not self._many:
+            return self._weight
+        wider = exceptions.new_zeros(len(exceptions), max(len(each) for each in self._many.values()))
+        wider[:, : exceptions.shape[1]] = exceptions
+        for group, each in self._many.items():
+            wider[group, : len(each)] = each
+        return self._weight._replace(exceptions=wider)
+
+    def _compress(self, group: int, rows: Tensor) -> None:
+        words, tables, exceptions = (tensor[group] for tensor in self._weight)
+
+        def compress(exceptions: Tensor) -> int:
+            to = words.data_ptr(), tables.data_ptr(), exceptions.data_ptr(), len(exceptions), self._zeros.data_ptr()
+            return _function()(rows.data_ptr(), *rows.shape, *to)
+
+        count = compress(exceptions)
+        if count >= len(exceptions):
+            # In whole pages of exceptions, so that few matrices differ in shape.
+            more = torch.zeros(-(-(count + 1) // 1024) * 1024, dtype=torch.int32)
+            compress(more)
+            with self._lock:
+                self._many[group] = more
+
+
+def compress_weight(weight: Tensor) -> CompressedWeight:
+    """``weight`` ``[N, K]`` bfloat16 on the CPU, compressed."""
+    compressor = Compressor(*weight.shape, weight.device)
+    compressor.put(0, weight)
+    return compressor.finish()
+
+
+@functools.cache
+def _function() -> Any:
+    """The C++ function that compresses a group."""
+    library = native.open_library(compress_library())
+    assert library is not None, "weights are compressed only where there is a compiler"
+    size, address = ctypes.c_int64, ctypes.c_void_p
+    function = library.compress_group
+    function.argtypes, function.restype = (address, size, size, address, address, address, size, address), size
+    return function
+
+
+def decompress(weight: CompressedWeight, out_features: int, in_features: int) -> Tensor:
+    """``[N, K]`` bfloat16, in plain torch."""
+    words, tables, exceptions = weight
+    groups, length = words.shape[:2]
+    both = words[:, :, 2]
+    codes = torch.stack((both & 15, both >> 4), 2).view(groups, length, 2, 4, 16)
+    lanes = tables[:, None].expand(groups, length, 2, 4, 16)
+    upper = lanes.gather(4, codes.long()).reshape(groups, -1).int()
+    used = exceptions != END
+    used &= used.cumprod(1).bool()
+    group, _ = used.nonzero(as_tuple=True)
+    upper[group, exceptions[used] >> 8] = exceptions[used] & 255
+    bits = upper << 8 | words[:, :, :2].reshape(groups, -1).int()
+    of_outputs = bits.view(groups, length, 2, 4, 2, 4, 2).permute(0, 2, 4, 3, 5, 1, 6)  # g, h, t, l, j, p, i
+    matrix = of_outputs.reshape(groups * GROUP, 2 * length)[:out_features, :in_features]
+    return matrix.to(torch.uint16).view(torch.bfloat16)
+
+
+def compressed_linear(
+    x: Tensor, words: Tensor, tables: Tensor, exceptions: Tensor, bias: Tensor | None, out_features: int
+) -> Tensor:
+    """``x @ W.T + bias`` for a compressed ``W``, accumulated in float32 and rounded once.
+
+    Args:
+        x: ``[T, K]`` bfloat16; rows may be strided, the last stride is 1.
+        words, tables, exceptions: of a ``CompressedWeight`` ``[N, K]``, contiguous.
+        bias: ``[N]`` bfloat16, or None.
+        out_features: N.
+
+    Returns:
+        ``[T, N]`` bfloat16, contiguous.
+    """
+    return torch.ops.compiled_llm.compressed_linear(x, words, tables, exceptions, bias, out_features)
+
+
+def compressed_rows(weight: CompressedWeight, ids: Tensor, out_features: int, in_features: int) -> Tensor:
+    """Rows ``ids`` ``[T]`` (int32 or int64) of a compressed ``W`` ``[N, K]``: ``[T, K]`` bfloat16."""
+    return torch.ops.compiled_llm.compressed_rows(*weight, ids, out_features, in_features)
+
+
+def compressed_linear_reference(
+    x: Tensor, words: Tensor, tables: Tensor, exceptions: Tensor, bias: Tensor | None, out_features: int
+) -> Tensor:
+    """The op in plain torch: decompress, multiply in float32, round once."""
+    weight = decompress(CompressedWeight(words, tables, exceptions), out_features, x.shape[1])
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+
+def compressed_rows_reference(
+    words: Tensor, tables: Tensor, exceptions: Tensor, ids: Tensor, out_features: int, in_features: int
+) -> Tensor:
+    """The op in plain torch."""
+    return decompress(CompressedWeight(words, tables, exceptions), out_features, in_features)[ids.long()]
+
+
+_WEIGHT = "Tensor words, Tensor tables, Tensor exceptions"
+define_op(
+    f"compressed_linear(Tensor x, {_WEIGHT}, Tensor? bias, int out_features) -> Tensor",
+    reference=compressed_linear_reference,
+    fake=lambda x, words, tables, exceptions, bias, out_features: x.new_empty(x.shape[0], out_features),
+    cpu="compressed_linear_cpu",
+)
+define_op(
+    f"compressed_rows({_WEIGHT}, Tensor ids, int out_features, int in_features) -> Tensor",
+    reference=compressed_rows_reference,
+    fake=lambda words, tables, exceptions, ids, out_features, in_features: words.new_empty(
+        ids.shape[0], in_features, dtype=torch.bfloat16
+    ),
+    cpu="compressed_linear_cpu",
+)

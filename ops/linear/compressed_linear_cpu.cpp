@@ -1,0 +1,219 @@
+// Linear layer on compressed bfloat16 weights for CPUs. compressed_linear.py has the layout, the reference and the schemas.
+//
+// With few rows a step reads weights from memory, and a quarter fewer bytes of them take a quarter less time: they are
+// decompressed in registers, one stream of words, each of which is 64 outputs. So the products of a word do not wait for
+// each other.
+//
+// With more rows a thread works on a chunk of a group's words at a time, which stays in L1. The first row group decompresses
+// them and keeps them expanded for the others: units of the processor do that which products leave free. Each row group
+// fetches its part of the next chunk.
+//
+// Every output has one float32 sum, which takes its words in order: the bits of `packed_linear`, for any number of rows.
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <tuple>
+#include <vector>
+
+#include "compressed_linear_cpu_types.h"
+#include "layer_checks.h"
+#include "rows.h"
+#include "../cpu/op.h"
+
+namespace {
+
+constexpr int64_t CHUNK = 128;                // words, expanded: 32 KiB
+constexpr int64_t FEW_ROWS = 64, FEW_CHUNK = 64;  // up to so many rows of so many words, since the next ones are in L1, too
+constexpr int64_t FEW_GROUPS = 4;             // of rows, that decompress the same words rather than keep them expanded
+constexpr int64_t ROW_BLOCK = 42 * ROWS;     // rows of 1,024 inputs, 504 KiB, stay in L2, with their sums, 63 KiB
+constexpr int64_t AHEAD = 43 * WORD_BYTES;   // from a product to the prefetch of its weights: more than 100 ns of work
+constexpr int64_t GRAIN_FLOPS = 1 << 18;     // for less, waking a thread takes longer than the work
+constexpr int64_t PIECES = 8;                // of the groups, for each thread
+
+// W, compressed.
+struct Weights {
+  const uint8_t* words;       // [groups, length, WORD_BYTES]
+  const uint8_t* tables;      // [groups, TABLE_BYTES]
+  const int32_t* exceptions;  // [groups, exceptions_of_group]
+  int64_t groups, length, exceptions_of_group;
+
+  Group operator[](int64_t i) const {
+    return {words + i * length * WORD_BYTES, tables + i * TABLE_BYTES, exceptions + i * exceptions_of_group};
+  }
+};
+
+// y = x @ W.T + bias
+struct Layer {
+  Rows<uint16_t> x;
+  int64_t rows, K;
+  Weights w;
+  const uint16_t* bias;  // [N], or null
+  uint16_t* out;         // [rows, N]
+  int64_t N;
+
+  Finish finish(const float* sums, int64_t row, int64_t count, int64_t group) const {
+    const int64_t column = group * GROUP;
+    return {sums, bias == nullptr ? nullptr : bias + column, out + row * N + column, N, count, std::min(GROUP, N - column)};
+  }
+};
+
+// work(first, end) for pieces of the groups, on several threads: one that is free takes the next.
+template <class Work>
+void for_pieces(int64_t groups, int64_t flops, const Work& work) {
+  const int64_t threads = std::min(num_threads(), flops / GRAIN_FLOPS + 1), piece = groups / (PIECES * threads) + 1;
+  parallel_for(0, (groups + piece - 1) / piece, 1, [&](int64_t begin, int64_t end) {
+    work(begin * piece, std::min(end * piece, groups));
+  });
+}
+
+// How the rows are cut: into blocks, these into row groups, and words into chunks.
+struct Cut {
+  int64_t group, block, chunk;
+  bool expands;  // the first row group keeps its words expanded, for the others
+
+  explicit Cut(const Layer& layer) {
+    const auto even = [](int64_t rows, int64_t most) {
+      const int64_t parts = (rows + most - 1) / most;
+      return (rows + parts - 1) / parts;
+    };
+    group = even(layer.rows, ROWS);
+    block = (even(layer.rows, ROW_BLOCK / group * group) + group - 1) / group * group;
+    chunk = layer.rows <= group ? layer.w.length : layer.rows <= FEW_ROWS ? FEW_CHUNK : CHUNK;
+    expands = layer.rows > FEW_GROUPS * group;
+  }
+};
+
+// Rows [row, row + rows), a block, as products read them one after the other: of each chunk, of each row group, the words.
+void pack_block(const Layer& layer, const Cut& cut, int64_t row, int64_t rows, uint32_t* to) {
+  for (int64_t word = 0; word < layer.w.length; word += cut.chunk) {
+    const int64_t words = std::min(cut.chunk, layer.w.length - word), inputs = std::min(2 * words, layer.K - 2 * word);
+    for (int64_t first = 0; first < rows; first += cut.group) {
+      const int64_t m = std::min(cut.group, rows - first);
+      interleave_rows(layer.x.from(row + first).columns(2 * word), m, inputs, to);
+      to += m * words;
+    }
+  }
+}
+
+// Such rows by a group of outputs, with room for their sums [rows, GROUP] and a chunk, `expanded`.
+void multiply_block(const Kernels& kernels, const Layer& layer, const Cut& cut, const uint32_t* x, int64_t row, int64_t rows,
+                    int64_t group, float* sums, uint32_t* expanded) {
+  Group left = layer.w[group];
+  const int64_t length = layer.w.length, row_groups = (rows + cut.group - 1) / cut.group;
+  for (int64_t word = 0, words; word < length; word += words) {
+    words = std::min(cut.chunk, length - word);
+    // What comes next: of this group, or the first words of the next one.
+    const uint8_t* later = left.words + (cut.chunk < length ? (word + words) * WORD_BYTES : AHEAD);
+    const int64_t each = (words + row_groups - 1) / row_groups;
+    for (int64_t first = 0; first < rows; first += cut.group, later += each * WORD_BYTES) {
+      const int64_t m = std::min(cut.group, rows - first);
+      const Work work = {x, words, sums + first * GROUP, word == 0, later, each};
+      if (cut.expands && first > 0) kernels.multiply[m - 1](work, expanded);
+      else kernels.multiply_compressed[m - 1](work, left, word, cut.expands ? expanded : nullptr);
+      x += m * words;
+    }
+    while (*left.exceptions >> 15 < word + words) ++left.exceptions;
+  }
+  kernels.finish(layer.finish(sums, row, rows, group));
+}
+
+void multiply(const Kernels& kernels, const Layer& layer) {
+  const Cut cut(layer);
+  const int64_t blocks = (layer.rows + cut.block - 1) / cut.block, length = layer.w.length;
+  const auto rows_of = [&](int64_t block) { return std::min(cut.block, layer.rows - block * cut.block); };
+  const Tensor packed = empty({layer.rows, length}, kInt);
+  auto* const x = packed.data<uint32_t>();
+  parallel_for(0, blocks, 1 + (1 << 17) / (length * cut.block), [&](int64_t block, int64_t end) {
+    for (; block < end; ++block)
+      pack_block(layer, cut, block * cut.block, rows_of(block), x + block * cut.block * length);
+  });
+  const int64_t units = blocks * layer.w.groups;
+  for_pieces(units, layer.rows * layer.w.groups * GROUP * layer.K, [&](int64_t unit, int64_t end) {
+    alignas(64) float sums[ROW_BLOCK * GROUP];
+    alignas(64) uint32_t expanded[CHUNK * GROUP];
+    for (; unit < end; ++unit) {
+      const int64_t block = unit / layer.w.groups, row = block * cut.block;
+      multiply_block(kernels, layer, cut, x + row * length, row, rows_of(block), unit % layer.w.groups, sums, expanded);
+    }
+  });
+}
+
+const Dtype kByte{aoti_torch_dtype_uint8()};
+
+Weights check_weights(const char* op, const Tensor& words, const Tensor& tables, const Tensor& exceptions, int64_t N,
+                      int64_t K) {
+  const int64_t groups = (N + GROUP - 1) / GROUP, length = (K + 1) / 2;
+  check_on_cpu(op, {&words, &tables, &exceptions});
+  CHECK_VALUE(N > 0 && K > 0 && words.sizes() == (Shape{groups, length, 3, 64}) && words.is_contiguous() &&
+                  words.dtype() == kByte,
+              op, ": ", K, " inputs and ", N, " outputs take contiguous words ", Shape{groups, length, 3, 64},
+              " of uint8, got ", words.sizes());
+  CHECK_VALUE(tables.sizes() == (Shape{groups, 2, 4, 16}) && tables.is_contiguous() && tables.dtype() == kByte, op,
+              ": tables must be a contiguous ", Shape{groups, 2, 4, 16}, " of uint8, got ", tables.sizes());
+  CHECK_VALUE(exceptions.dim() == 2 && exceptions.size(0) == groups && exceptions.size(1) > 0 &&
+                  exceptions.is_contiguous() && exceptions.dtype() == kInt,
+              op, ": exceptions must be contiguous int32 [", groups, ", C] with C > 0, got ", exceptions.sizes());
+  return {words.data<const uint8_t>(), tables.data<const uint8_t>(), exceptions.data<const int32_t>(), groups, length,
+          exceptions.size(1)};
+}
+
+Tensor compressed_linear(const Tensor& x, const Tensor& words, const Tensor& tables, const Tensor& exceptions,
+                         const OptionalTensor& bias, int64_t out_features) {
+  constexpr auto* op = "compressed_linear";
+  check_input(op, x);
+  CHECK_VALUE(x.dtype() == kBFloat16, op, ": x must be bfloat16, got ", x.dtype());
+  check_on_cpu(op, {&x, bias ? &*bias : &x});
+  check_bias(op, x, bias, std::nullopt, out_features);
+  const Weights weights = check_weights(op, words, tables, exceptions, out_features, x.size(1));
+  Tensor out = empty({x.size(0), out_features}, x.dtype());
+  if (x.size(0) == 0) return out;
+  multiply(chosen(), {{x.data<const uint16_t>(), x.stride(0)}, x.size(0), x.size(1), weights,
+                      bias ? bias->data<const uint16_t>() : nullptr, out.data<uint16_t>(), out_features});
+  return out;
+}
+
+// A row of W, K inputs.
+void copy_row(const Weights& weights, int64_t row, int64_t K, uint16_t* to) {
+  const Group group = weights[row / GROUP];
+  const int64_t tile = row % GROUP / TILE, lane = row % TILE / 4, half = tile / 2;
+  const int64_t place = lane * 16 + tile % 2 * 8 + row % 4 * 2;  // in the half of a word
+  const uint8_t* const table = group.table + half * 64 + lane * 16;
+  for (int64_t k = 0; k < K; ++k) {
+    const uint8_t* const word = group.words + k / 2 * WORD_BYTES + place + k % 2;
+    to[k] = static_cast<uint16_t>(table[word[128] >> 4 * half & 15] << 8 | word[half * 64]);
+  }
+  for (const int32_t* exception = group.exceptions; *exception != END; ++exception) {
+    const int64_t at = *exception >> 8, k = (at >> 7) * 2 + at % 2;
+    if ((at & 0x7e) == half * 64 + place && k < K)
+      to[k] = static_cast<uint16_t>((*exception & 0xff) << 8 | (to[k] & 0xff));
+  }
+}
+
+Tensor compressed_rows(const Tensor& words, const Tensor& tables, const Tensor& exceptions, const Tensor& ids,
+                       int64_t out_features, int64_t in_features) {
+  constexpr auto* op = "compressed_rows";
+  const Weights weights = check_weights(op, words, tables, exceptions, out_features, in_features);
+  check_on_cpu(op, {&ids});
+  CHECK_VALUE(ids.dim() == 1 && ids.is_contiguous() && (ids.dtype() == kInt || ids.dtype() == kLong), op,
+              ": ids must be contiguous [T] of int32 or int64, got ", ids.sizes(), " of ", ids.dtype());
+  const int64_t count = ids.size(0);
+  std::vector<int64_t> rows(count);
+  for (int64_t i = 0; i < count; ++i)
+    rows[i] = ids.dtype() == kInt ? ids.data<const int32_t>()[i] : ids.data<const int64_t>()[i];
+  CHECK_INDEX(std::all_of(rows.begin(), rows.end(), [&](int64_t row) { return row >= 0 && row < out_features; }), op,
+              ": ids must be from 0 to ", out_features - 1);
+  Tensor out = empty({count, in_features}, kBFloat16);
+  auto* const to = out.data<uint16_t>();
+  parallel_for(0, count, 1 + (1 << 15) / in_features, [&](int64_t begin, int64_t end) {
+    for (; begin < end; ++begin) copy_row(weights, rows[begin], in_features, to + begin * in_features);
+  });
+  return out;
+}
+
+const std::vector<Op> ops = {
+    {"compressed_linear", Boxed<compressed_linear>::call, Boxed<compressed_linear>::direct},
+    {"compressed_rows", Boxed<compressed_rows>::call, Boxed<compressed_rows>::direct},
+};
+
+}  // namespace

@@ -1,0 +1,55 @@
+// What the kernels of a compressed linear layer get, and what they are. compressed_linear.py has the layout;
+// compressed_linear_cpu.cpp explains the loops around them.
+
+#pragma once
+
+#include <cstdint>
+
+#include "../cpu/vector_types.h"
+
+namespace {
+
+constexpr int64_t TILE = 16;                        // outputs of a tile: a 512-bit register of float32
+constexpr int64_t TILES = 4, GROUP = TILES * TILE;  // of a group, whose words lie side by side
+constexpr int64_t WORD_BYTES = 192;                 // of a group's word, a pair of inputs: lower bytes, then codes
+constexpr int64_t TABLE_BYTES = 128;                // of a group: 16 upper bytes for each 8 outputs
+constexpr int64_t ROWS = 6;                         // of a product, at most
+
+// An upper byte that no code stands for: (place << 8) | byte, where place = 128 * word + 64 * half + place in the half.
+// A group has them in rising order, and after the last one END.
+constexpr int32_t END = 0x7fffffff;
+
+// A group of outputs.
+struct Group {
+  const uint8_t* words;  // [words, WORD_BYTES]
+  const uint8_t* table;  // [TABLE_BYTES]
+  const int32_t* exceptions;
+};
+
+// Outputs that are complete: the bias is added, and they are rounded.
+struct Finish {
+  const float* sums;     // [rows, GROUP]
+  const uint16_t* bias;  // [columns] bfloat16, or null
+  uint16_t* out;         // [rows, columns] bfloat16, `stride` apart
+  int64_t stride, rows, columns;
+};
+
+// M rows by a group of outputs.
+struct Work {
+  const uint32_t* x;  // [words, M]
+  int64_t words;
+  float* sums;  // [M, GROUP]
+  bool first;   // the sums start at zero, and are not read
+  const uint8_t* later;  // words to fetch into L2 meanwhile,
+  int64_t later_words;   // and how many
+};
+
+struct Kernels {
+  // Words of a group from `first` on; its exceptions are those that are not before. `expanded`, if not null, gets the words
+  // as [words, GROUP] pairs of bfloat16.
+  void (*multiply_compressed[ROWS])(const Work&, const Group&, int64_t first, uint32_t* expanded);  // [M - 1]
+  void (*multiply[ROWS])(const Work&, const uint32_t* expanded);                                    // [M - 1]
+  void (*finish)(const Finish&);
+};
+
+}  // namespace
