@@ -41,7 +41,14 @@ _HUGE_PAGE = 2 << 20
 _ALIGNMENT = max(4096, mmap.PAGESIZE)  # of layers smaller than a huge page; tensors of one lie 128 bytes aligned
 _SYNCED = 256 << 20  # bytes written between two syncs: what waits to be written takes memory
 _PACKAGE = Path(__file__).parents[1]
-_SOURCES = ("models/**/*.py", "ops/linear/*.py", "ops/linear/*pack*", "ops/linear/*compress*", "ops/native.py", "checkpoint/**/*.py")
+_SOURCES = (
+    "models/**/*.py",
+    "ops/linear/*.py",
+    "ops/linear/*pack*",
+    "ops/linear/*compress*",
+    "ops/native.py",
+    "checkpoint/**/*.py",
+)
 _ARGUMENTS = (
     *("quantization", "quantization_group_size", "quantization_skip", "quantization_head", "quantization_embedding"),
     *("quantization_activations", "compress_weights", "exact", "model_impl"),

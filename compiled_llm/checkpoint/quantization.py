@@ -35,9 +35,7 @@ def quantizing(config: EngineConfig, plain: LinearKind, dtype: torch.dtype) -> L
     return Quantizing(plain, dtype, layers, _scheme(head, size), embedding, config.quantization_skip)
 
 
-def plain_kind(
-    config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype
-) -> LinearKind:
+def plain_kind(config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype) -> LinearKind:
     """The kind for what is not quantised.
 
     Raises:
@@ -61,8 +59,8 @@ def linears_of(config: EngineConfig, model_config: ModelConfig, device: torch.de
     """The kind for a model: as its checkpoint keeps the weights, and as the engine's arguments say.
 
     Raises:
-        ValueError: as ``plain_kind``; ``quantization_skip`` names no layer that the checkpoint has in plain form, or it has none that
-            ``quantization`` could round, or none whose activations ``quantization_activations`` could.
+        ValueError: as ``plain_kind``; ``quantization_skip`` names no layer that the checkpoint has in plain form, or it
+            has none that ``quantization`` could round, or none whose activations ``quantization_activations`` could.
     """
     linears = quantizing(config, plain_kind(config, model_config, device, dtype), dtype)
     if isinstance(linears, Quantizing) and (config.quantization_skip or model_config.published):

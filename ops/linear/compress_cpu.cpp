@@ -25,6 +25,7 @@ INLINE void choose(const uint16_t* const (&rows)[OUTPUTS], int64_t K, uint8_t* t
       ++counts[0][rows[i][k] >> 8];
       ++counts[1][rows[i + 1][k] >> 8];
     }
+  if (K % 2 != 0) counts[0][0] = 1 << 20;  // of the inputs past K
   uint32_t keys[256];  // the larger, the more frequent; equally frequent ones from the largest on
   for (int byte = 0; byte < 256; ++byte) keys[byte] = (counts[0][byte] + counts[1][byte]) << 8 | byte;
   std::partial_sort(keys, keys + 16, keys + 256, [](uint32_t a, uint32_t b) { return a > b; });

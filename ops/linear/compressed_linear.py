@@ -1,14 +1,15 @@
 """Linear layer on losslessly compressed bfloat16 weights, for CPUs: layout, reference, schemas, registration.
 
-The upper byte of a bfloat16 is its sign and 7 of the 8 bits of its exponent. Those of a matrix's weights are much alike:
-of 8 outputs 16 upper bytes are nearly all. So a weight is kept in 12 bits, its lower byte and a code of 4 bits for the
-upper one, and the few whose upper byte has no code are exceptions. All bits come back, and ``y = x @ W.T + bias`` has
-those of ``packed_linear``; but a decode step, which reads every weight once, reads a quarter less. (That exponents take
-few bits: Zhang et al., "70% Size, 100% Accuracy: Lossless LLM Compression", 2025, with codes of varying length.)
+The upper byte of a bfloat16 is its sign and 7 of the 8 bits of its exponent. Those of a matrix's weights are much
+alike: of 8 outputs 16 upper bytes are nearly all. So a weight is kept in 12 bits, its lower byte and a code of 4 bits
+for the upper one, and the few whose upper byte has no code are exceptions. All bits come back, and ``y = x @ W.T +
+bias`` has those of ``packed_linear``; but a decode step, which reads every weight once, reads a quarter less. (That
+exponents take few bits: Zhang et al., "70% Size, 100% Accuracy: Lossless LLM Compression", 2025, with codes of varying
+length.)
 
 Outputs are taken in groups of 64, four tiles of 16, and inputs in words of two. N out_features, K in_features, G =
-ceil(N / 64), L = ceil(K / 2); output ``64 g + 32 h + 16 t + 4 l + j`` and input ``2 p + i`` have the place ``16 l + 8 t +
-2 j + i`` in half ``h`` of the word ``p`` of group ``g``:
+ceil(N / 64), L = ceil(K / 2); output ``64 g + 32 h + 16 t + 4 l + j`` and input ``2 p + i`` have the place ``16 l +
+8 t + 2 j + i`` in half ``h`` of the word ``p`` of group ``g``:
 
     words[g, p, h, place] = lower byte                                        [G, L, 3, 64] uint8
     words[g, p, 2, place] = code of half 0 | code of half 1 << 4
@@ -57,14 +58,19 @@ def empty_compressed(out_features: int, in_features: int, device: torch.device) 
     return CompressedWeight(
         made((groups, length, 3, GROUP), torch.uint8),
         made((groups, 2, 4, 16), torch.uint8),
-        made((groups, max(64, in_features // 8)), torch.int32),
+        made((groups, room_for_exceptions(in_features)), torch.int32),
     )
+
+
+def room_for_exceptions(in_features: int) -> int:
+    """C, unless a matrix needs more: some 30 times the exceptions of normally distributed weights."""
+    return max(64, in_features // 8)
 
 
 class Compressor:
     """Takes the rows of a matrix, in any order and from several threads, and compresses them.
 
-    A group is compressed as soon as all its rows are there; what is kept until then are the rows of groups that are not.
+    A group is compressed as soon as all its rows are there; rows of other groups are kept until then.
     """
 
     def __init__(self, out_features: int, in_features: int, device: torch.device) -> None:
@@ -132,7 +138,8 @@ class Compressor:
 
 def compress_weight(weight: Tensor) -> CompressedWeight:
     """``weight`` ``[N, K]`` bfloat16 on the CPU, compressed."""
-    compressor = Compressor(*weight.shape, weight.device)
+    out_features, in_features = weight.shape
+    compressor = Compressor(out_features, in_features, weight.device)
     compressor.put(0, weight)
     return compressor.finish()
 

@@ -26,10 +26,10 @@ namespace {
 constexpr int64_t CHUNK = 128;                // words, expanded: 32 KiB
 constexpr int64_t FEW_ROWS = 64, FEW_CHUNK = 64;  // up to so many rows of so many words, since the next ones are in L1, too
 constexpr int64_t FEW_GROUPS = 4;             // of rows, that decompress the same words rather than keep them expanded
-constexpr int64_t ROW_BLOCK = 42 * ROWS;     // rows of 1,024 inputs, 504 KiB, stay in L2, with their sums, 63 KiB
+constexpr int64_t ROW_BLOCK = 86 * ROWS;      // rows, of which a chunk, 258 KiB, and the sums, 129 KiB, stay in L2
 constexpr int64_t AHEAD = 43 * WORD_BYTES;   // from a product to the prefetch of its weights: more than 100 ns of work
 constexpr int64_t GRAIN_FLOPS = 1 << 18;     // for less, waking a thread takes longer than the work
-constexpr int64_t PIECES = 8;                // of the groups, for each thread
+constexpr int64_t PIECES = 8;                // of the weights, for each thread, where they come from memory
 
 // W, compressed.
 struct Weights {
@@ -57,15 +57,6 @@ struct Layer {
     return {sums, bias == nullptr ? nullptr : bias + column, out + row * N + column, N, count, std::min(GROUP, N - column)};
   }
 };
-
-// work(first, end) for pieces of the groups, on several threads: one that is free takes the next.
-template <class Work>
-void for_pieces(int64_t groups, int64_t flops, const Work& work) {
-  const int64_t threads = std::min(num_threads(), flops / GRAIN_FLOPS + 1), piece = groups / (PIECES * threads) + 1;
-  parallel_for(0, (groups + piece - 1) / piece, 1, [&](int64_t begin, int64_t end) {
-    work(begin * piece, std::min(end * piece, groups));
-  });
-}
 
 // How the rows are cut: into blocks, these into row groups, and words into chunks.
 struct Cut {
@@ -128,14 +119,19 @@ void multiply(const Kernels& kernels, const Layer& layer) {
     for (; block < end; ++block)
       pack_block(layer, cut, block * cut.block, rows_of(block), x + block * cut.block * length);
   });
-  const int64_t units = blocks * layer.w.groups;
-  for_pieces(units, layer.rows * layer.w.groups * GROUP * layer.K, [&](int64_t unit, int64_t end) {
+  const int64_t units = blocks * layer.w.groups, flops = layer.rows * layer.w.groups * GROUP * layer.K;
+  const int64_t threads = std::min(num_threads(), flops / GRAIN_FLOPS + 1);
+  const int64_t piece = cut.chunk == CHUNK ? 1 : std::max<int64_t>(1, units / (PIECES * threads));
+  std::atomic<int64_t> free = 0;
+  // A thread that is free takes the next piece: cores need not be equally fast.
+  parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     alignas(64) float sums[ROW_BLOCK * GROUP];
     alignas(64) uint32_t expanded[CHUNK * GROUP];
-    for (; unit < end; ++unit) {
-      const int64_t block = unit / layer.w.groups, row = block * cut.block;
-      multiply_block(kernels, layer, cut, x + row * length, row, rows_of(block), unit % layer.w.groups, sums, expanded);
-    }
+    for (int64_t unit; (unit = free.fetch_add(piece)) < units;)
+      for (const int64_t end = std::min(unit + piece, units); unit < end; ++unit) {
+        const int64_t block = unit / layer.w.groups, row = block * cut.block;
+        multiply_block(kernels, layer, cut, x + row * length, row, rows_of(block), unit % layer.w.groups, sums, expanded);
+      }
   });
 }
 

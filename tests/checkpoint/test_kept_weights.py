@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compiled_llm.api.config import EngineConfig
@@ -20,6 +22,7 @@ from compiled_llm.checkpoint.keeping import Keeping
 from compiled_llm.checkpoint.kept_weights import KeptWeights, LayersWriter, kept_weights, opened
 from compiled_llm.checkpoint.quantization import linears_of
 from compiled_llm.models.config_file import read_config
+from compiled_llm.models.linears.compressed import Compressed
 from compiled_llm.models.linears.rounding import errors_of
 from tests import mxfp4
 from tests.drawn import marked
@@ -46,10 +49,11 @@ def described(tree: object) -> object:
     return tree
 
 
-def check_same(directory: Path, kept: Path, quantization: str | None) -> KeptWeights:
+def check_same(directory: Path, kept: Path, quantization: str | None, compress: bool = False) -> KeptWeights:
     """The same weights come from the checkpoint and from a file."""
     config = read_config(directory)
-    kind = linears_of(EngineConfig(quantization=quantization), config, CPU, torch.bfloat16)
+    engine = EngineConfig(quantization=quantization, compress_weights=compress)
+    kind = linears_of(engine, config, CPU, torch.bfloat16)
 
     def load(kind: Any) -> Any:
         return loader.load_weights(directory, config, torch.bfloat16, CPU, kind)
@@ -74,6 +78,20 @@ def test_layers_of_every_kind_and_family(name: str, tmp_path: Path) -> None:
 def test_layers_of_a_quantised_checkpoint(tmp_path: Path) -> None:
     mxfp4.write_checkpoint(tmp_path)
     assert any(layer.role == "experts" for layer in check_same(tmp_path, tmp_path / "kept", None).layers)
+
+
+def test_compressed_layers_of_which_one_has_many_exceptions(tmp_path: Path) -> None:
+    if not Compressed.serves(CPU, torch.bfloat16):
+        pytest.skip("for CPUs with AVX512-BF16 and without AMX")
+    directory = shutil.copytree(checkpoint("llama"), tmp_path / "model")
+    tensors = load_file(directory / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    sizes = torch.randint(-60, 60, tensors[name].shape, generator=torch.Generator().manual_seed(0))
+    tensors[name] = torch.ldexp(tensors[name], sizes)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    file = check_same(directory, tmp_path / "kept", None, compress=True)
+    rooms = {place.shape[1] for layer in file.layers for place in layer.places if place.dtype == "int32"}
+    assert len(rooms) == 2, rooms
 
 
 # -- The file

@@ -11,6 +11,7 @@ from torch import Tensor
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.linears import kinds
+from compiled_llm.models.linears.compressed import Compressed
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.exact import Exact
 from compiled_llm.models.linears.packed import Packed
@@ -76,6 +77,38 @@ def test_the_kind_follows_from_device_and_dtype() -> None:
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         assert kinds.linear_kind(cpu, dtype) is Packed
         assert kinds.linear_kind(gpu, dtype) is Dense
+
+
+@pytest.mark.parametrize("in_features", [32, 33])
+@pytest.mark.parametrize("bias", [False, True])
+def test_compressed_parts_are_one_layer_with_the_bits_of_the_packed_one(bias: bool, in_features: int) -> None:
+    if not Compressed.serves(torch.device("cpu"), torch.bfloat16):
+        pytest.skip("for CPUs with AVX512-BF16 and without AMX")
+    torch.manual_seed(0)
+    parts = [StoredLinear(name, size, in_features, bias) for name, size in (("q", 65), ("k", 16), ("v", 50))]
+    tensors = {f"{part.name}.weight": torch.randn(part.out_features, in_features).bfloat16() for part in parts}
+    tensors |= {f"{part.name}.bias": torch.randn(part.out_features).bfloat16() for part in parts if bias}
+    w, packed = (kind.take(TensorTake(tensors), parts) for kind in (Compressed, Packed))
+    x, ids = torch.randn(3, in_features).bfloat16(), torch.tensor([0, 64, 65, 130])
+    assert isinstance(w, Linear)
+    assert torch.equal(w.apply(x), packed.apply(x))
+    assert torch.equal(w.rows(ids), packed.rows(ids))
+    assert w.nbytes == 131 * in_features * 3 // 2 + (131 * 2 if bias else 0)
+    described = Compressed.take(TensorTake({name: tensor.to("meta") for name, tensor in tensors.items()}), parts)
+    assert [t.shape for t in tensors_of(described)] == [t.shape for t in tensors_of(w)]
+
+
+def test_weights_that_stay_in_caches_are_not_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "is_available", lambda op: True)
+    for isa, dtype, device, nbytes, wanted in (
+        ("avx512_bf16", torch.bfloat16, "cpu", kinds.IN_CACHES + 1, True),
+        ("avx512_bf16", torch.bfloat16, "cpu", kinds.IN_CACHES, False),
+        ("avx512_bf16", torch.float32, "cpu", 1 << 30, False),
+        ("avx512_bf16", torch.bfloat16, "cuda", 1 << 30, False),
+        ("amx", torch.bfloat16, "cpu", 1 << 30, False),
+    ):
+        monkeypatch.setattr(native, "best_isa", lambda isa=isa: isa)
+        assert kinds.compresses(torch.device(device), dtype, nbytes) == wanted
 
 
 def test_without_a_compiler_weights_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

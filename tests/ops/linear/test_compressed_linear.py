@@ -1,0 +1,168 @@
+"""Compressed weights: all bits come back, and the layer has those of the packed one."""
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm.ops import native
+from compiled_llm.ops.linear import compressed_linear as linear
+from compiled_llm.ops.linear.packed_linear import pack_weight, packed_linear
+
+OP = "compressed_linear_cpu"
+ISA = "avx512_bf16"
+# One row group and several, with words expanded from 25 rows on, other chunks from 65 on, two blocks of rows.
+ROWS = [0, 1, 2, 3, 5, 6, 7, 13, 24, 25, 65, 520]
+# (out_features, in_features): one of each, less than a tile, whole groups, cut groups, odd K, several chunks of K
+SHAPES = [(1, 1), (17, 20), (64, 64), (100, 77), (130, 300), (192, 259)]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> native.Kernels:
+    """Of the op, on CPUs that have them."""
+    if ISA not in native.levels()[: (native._level() or 0) + 1]:
+        pytest.skip(f"this CPU has no {ISA}")
+    found = native.load(OP)
+    if found is None:
+        pytest.skip("there is no C++ compiler")
+    return found
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.int16)
+
+
+def weight(n: int, k: int) -> Tensor:
+    """Rows of other sizes each, with zeros and numbers far from the others."""
+    torch.manual_seed(n * 1000 + k)
+    made = torch.randn(n, k) * torch.logspace(-4, 2, n)[:, None]
+    made[torch.rand(n, k) < 0.01] = 0
+    for value in (-0.0, 1e-39, -3e38, 2.0**-130):  # a zero, numbers below the normal ones, the largest
+        made[torch.randint(n, ()), torch.randint(k, ())] = value
+    return made.bfloat16()
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_all_bits_come_back(kernels: native.Kernels, n: int, k: int) -> None:
+    made = weight(n, k)
+    compressed = linear.compress_weight(made)
+    assert torch.equal(bits(linear.decompress(compressed, n, k)), bits(made))
+    ids = torch.randint(n, (9,))
+    for of_ids in (ids, ids.int()):
+        assert torch.equal(bits(linear.compressed_rows(compressed, of_ids, n, k)), bits(made[ids]))
+
+
+def test_any_bits_come_back(kernels: native.Kernels) -> None:
+    """Of random bits nearly all upper bytes are exceptions, more than a matrix has room for at first."""
+    n, k = 70, 130
+    made = torch.randint(-(2**15), 2**15, (n, k), dtype=torch.int16).view(torch.bfloat16)
+    compressed = linear.compress_weight(made)
+    assert compressed.exceptions.shape[1] > linear.empty_compressed(n, k, torch.device("cpu")).exceptions.shape[1]
+    assert torch.equal(bits(linear.decompress(compressed, n, k)), bits(made))
+    assert torch.equal(bits(linear.compressed_rows(compressed, torch.arange(n), n, k)), bits(made))
+    finite = torch.where(made.isfinite() & (made.abs() < 1e30), made, 0)
+    x = torch.randn(9, k).bfloat16()
+    assert_as_packed(x, finite, None)
+
+
+def test_weights_take_three_quarters(kernels: native.Kernels) -> None:
+    n, k = 640, 1024
+    torch.manual_seed(0)
+    compressed = linear.compress_weight((torch.randn(n, k) * 0.02).bfloat16())
+    assert sum(tensor.nbytes for tensor in compressed) < 0.76 * 2 * n * k
+    used = (compressed.exceptions > 0) & (compressed.exceptions != linear.END)
+    assert 0 < used.sum() < 5e-4 * n * k
+
+
+def assert_as_packed(x: Tensor, made: Tensor, bias: Tensor | None) -> None:
+    n = len(made)
+    got = linear.compressed_linear(x, *linear.compress_weight(made), bias, n)
+    assert got.is_contiguous()
+    assert torch.equal(bits(got), bits(packed(x, made, bias)))
+
+
+def packed(x: Tensor, made: Tensor, bias: Tensor | None) -> Tensor:
+    """On the same instruction set: AMX sums otherwise."""
+    found = native.load("linear_cpu")
+    assert found is not None
+    return found.run("packed_linear", x, pack_weight(made), bias, len(made), isa=ISA)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_the_bits_of_packed_weights(kernels: native.Kernels, n: int, k: int, with_bias: bool) -> None:
+    made = weight(n, k)
+    for rows in ROWS:
+        x = torch.randn(rows, k + 3).bfloat16()[:, 1 : k + 1]  # rows apart
+        assert_as_packed(x, made, torch.randn(n).bfloat16() if with_bias else None)
+
+
+def test_the_reference_is_the_same_layer(kernels: native.Kernels) -> None:
+    n, k = 100, 77
+    compressed = linear.compress_weight(torch.randn(n, k).bfloat16())
+    x, bias = torch.randn(5, k).bfloat16(), torch.randn(n).bfloat16()
+    got, wanted = (op(x, *compressed, bias, n) for op in (linear.compressed_linear, linear.compressed_linear_reference))
+    torch.testing.assert_close(got, wanted, atol=0.05, rtol=0.01)
+    ids = torch.tensor([0, 99, 64])
+    rows = linear.compressed_rows_reference(*compressed, ids, n, k)
+    assert torch.equal(rows, linear.compressed_rows(compressed, ids, n, k))
+
+
+def test_rows_may_come_in_any_order_from_several_threads(kernels: native.Kernels) -> None:
+    n, k = 300, 70
+    made = weight(n, k)
+    compressor = linear.Compressor(n, k, torch.device("cpu"))
+    starts = [*range(0, n, 37)]
+    threads = [
+        threading.Thread(target=lambda own=own: [compressor.put(start, made[start : start + 37]) for start in own])
+        for own in (starts[::-2], starts[-2::-2])
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for got, wanted in zip(compressor.finish(), linear.compress_weight(made), strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_a_row_that_never_came_is_no_weight(kernels: native.Kernels) -> None:
+    compressor = linear.Compressor(70, 8, torch.device("cpu"))
+    compressor.put(0, torch.ones(69, 8).bfloat16())
+    with pytest.raises(AssertionError, match="lack rows"):
+        compressor.finish()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(2, 8)}, "x must be bfloat16"),
+        ({"x": torch.zeros(2, 10).bfloat16()}, "take contiguous words"),
+        ({"out_features": 65}, "take contiguous words"),
+        ({"tables": torch.zeros(2, 2, 4, 16, dtype=torch.uint8)}, "tables must be"),
+        ({"exceptions": torch.zeros(1, 0, dtype=torch.int32)}, "exceptions must be"),
+        ({"bias": torch.zeros(9).bfloat16()}, "bias must be"),
+    ],
+)
+def test_what_does_not_fit_is_refused(kernels: native.Kernels, change: dict[str, Tensor | int], message: str) -> None:
+    words, tables, exceptions = linear.compress_weight(torch.ones(10, 8).bfloat16())
+    x = torch.zeros(2, 8).bfloat16()
+    args = {"x": x, "words": words, "tables": tables, "exceptions": exceptions, "bias": None, "out_features": 10}
+    with pytest.raises(ValueError, match=message):
+        linear.compressed_linear(*(args | change).values())
+
+
+def test_ids_must_name_rows(kernels: native.Kernels) -> None:
+    compressed = linear.compress_weight(torch.ones(10, 8).bfloat16())
+    with pytest.raises(IndexError, match="ids must be from 0 to 9"):
+        linear.compressed_rows(compressed, torch.tensor([3, 10]), 10, 8)
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+def test_torch_knows_the_ops(kernels: native.Kernels, rows: int) -> None:
+    compressed = linear.compress_weight(torch.randn(70, 20).bfloat16())
+    x = torch.randn(rows, 20).bfloat16()
+    torch.library.opcheck(torch.ops.compiled_llm.compressed_linear.default, (x, *compressed, None, 70))
+    ids = torch.arange(rows)
+    torch.library.opcheck(torch.ops.compiled_llm.compressed_rows.default, (*compressed, ids, 70, 20))
+    assert packed_linear(x, pack_weight(linear.decompress(compressed, 70, 20)), None, 70).shape == (rows, 70)
