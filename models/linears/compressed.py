@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.linears.dense import Dense
-from compiled_llm.models.linears.experts import PackedExperts
+from compiled_llm.models.linears.experts import PackedExperts, shapes_of_all, sizes_of, take_biases
 from compiled_llm.models.linears.heads import PackedHeads
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.linears.parts import take_bias, weight_shapes
@@ -19,11 +19,12 @@ from compiled_llm.ops.linear.compressed_linear import (
     Compressor,
     compressed_linear,
     compressed_rows,
+    grouped_compressed_linear,
 )
 
 
 class Compressed(NamedTuple):
-    """A linear layer with the bits of ``Packed``. Those of experts and of single heads are packed."""
+    """A linear layer with the bits of ``Packed``. Those of single heads are packed."""
 
     weight: CompressedWeight  # [out_features, in_features]
     bias: Tensor | None  # [out_features]
@@ -69,8 +70,10 @@ class Compressed(NamedTuple):
         return Packed.take_table(take, part)
 
     @staticmethod
-    def take_experts(take: Take, experts: Sequence[Sequence[StoredLinear]], top_k: int) -> PackedExperts:
-        return Packed.take_experts(take, experts, top_k)
+    def take_experts(
+        take: Take, experts: Sequence[Sequence[StoredLinear]], top_k: int
+    ) -> "CompressedExperts | PackedExperts":
+        return CompressedExperts.take(take, experts, top_k)
 
     @staticmethod
     def take_heads(
@@ -81,3 +84,46 @@ class Compressed(NamedTuple):
     @staticmethod
     def bytes_while_taking(nbytes: int) -> int:
         return 0
+
+
+class CompressedExperts(NamedTuple):
+    """The layers of a mixture's experts, as ``PackedExperts``."""
+
+    weight: CompressedWeight  # of num_experts matrices [out_features, in_features]
+    bias: Tensor | None  # [num_experts, out_features]
+    out_features: int
+    in_features: int
+    top_k: int
+
+    @property
+    def num_experts(self) -> int:
+        return self.weight.words.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        weights = self.num_experts * self.out_features * self.in_features * 3 // 2
+        return weights + (0 if self.bias is None else self.bias.nbytes)
+
+    @property
+    def cpu_ops(self) -> tuple[str, ...]:
+        return ("compressed_linear_cpu",)
+
+    def apply_to(self, x: Tensor, rows: Tensor | None, starts: Tensor) -> Tensor:
+        return grouped_compressed_linear(x, self.weight, self.bias, rows, starts, self.out_features)
+
+    @classmethod
+    def take(
+        cls, take: Take, experts: Sequence[Sequence[StoredLinear]], top_k: int
+    ) -> "CompressedExperts | PackedExperts":
+        """As ``LinearKind.take_experts``."""
+        out_features, in_features = sizes_of(experts[0])
+        if in_features > MOST_INPUTS:
+            return PackedExperts.take(take, experts, top_k)
+        compressor = Compressor(out_features, in_features, take.device, len(experts))
+
+        def put(start: int, rows: Tensor) -> None:
+            expert, row = divmod(start, out_features)
+            compressor.put(row, rows, expert)
+
+        take.rows(shapes_of_all(experts), put)
+        return cls(compressor.finish(), take_biases(take, experts), out_features, in_features, top_k)

@@ -44,14 +44,14 @@ class DenseExperts(NamedTuple):
     @classmethod
     def take(cls, take: Take, experts: Sequence[Sequence[StoredLinear]], top_k: int) -> "DenseExperts":
         """As ``LinearKind.take_experts``."""
-        out_features, in_features = _sizes(experts[0])
+        out_features, in_features = sizes_of(experts[0])
         weight = torch.empty(len(experts), out_features, in_features, dtype=take.dtype, device=take.device)
         rows_of_all = weight.view(-1, in_features)
 
         def put(start: int, rows: Tensor) -> None:
             rows_of_all[start : start + len(rows)] = rows
 
-        take.rows(_all_shapes(experts), put)
+        take.rows(shapes_of_all(experts), put)
         return cls(weight, take_biases(take, experts), top_k)
 
 
@@ -83,7 +83,7 @@ class PackedExperts(NamedTuple):
     @classmethod
     def take(cls, take: Take, experts: Sequence[Sequence[StoredLinear]], top_k: int) -> "PackedExperts":
         """As ``LinearKind.take_experts``."""
-        out_features, in_features = _sizes(experts[0])
+        out_features, in_features = sizes_of(experts[0])
         tiled = -(-out_features // TILE) * TILE
         packed = empty_packed(len(experts) * tiled, in_features, take.dtype, take.device).unflatten(
             0, (len(experts), -1)
@@ -93,7 +93,7 @@ class PackedExperts(NamedTuple):
             expert, row = divmod(start, out_features)
             pack_rows(packed[expert], row, rows)
 
-        take.rows(_all_shapes(experts), put)
+        take.rows(shapes_of_all(experts), put)
         return cls(packed, take_biases(take, experts), out_features, in_features, top_k)
 
 
@@ -107,10 +107,11 @@ def take_biases(take: Take, experts: Sequence[Sequence[StoredLinear]]) -> Tensor
     return stacked if stacked.is_meta else torch.stack(biases, out=stacked)
 
 
-def _all_shapes(experts: Sequence[Sequence[StoredLinear]]) -> dict[str, tuple[int, ...]]:
+def shapes_of_all(experts: Sequence[Sequence[StoredLinear]]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the weights of all experts."""
     return {name: shape for parts in experts for name, shape in weight_shapes(parts).items()}
 
 
-def _sizes(parts: Sequence[StoredLinear]) -> tuple[int, int]:
+def sizes_of(parts: Sequence[StoredLinear]) -> tuple[int, int]:
     """Outputs and inputs of one expert."""
     return sum(part.out_features for part in parts), parts[0].in_features

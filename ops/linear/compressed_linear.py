@@ -31,6 +31,7 @@ from torch import Tensor
 from compiled_llm.ops import native
 from compiled_llm.ops.kernel_build import compress_library
 from compiled_llm.ops.library import define_op
+from compiled_llm.ops.linear.quantized_linear import by_experts, grouped_rows_fake, rows_fake
 
 GROUP = 64
 END = 0x7FFFFFFF
@@ -39,21 +40,31 @@ MOST_INPUTS = 2**16
 
 
 class CompressedWeight(NamedTuple):
-    """A matrix ``[N, K]`` as above."""
+    """A matrix ``[N, K]`` as above; or several, with one more dimension in front."""
 
     words: Tensor
     tables: Tensor
     exceptions: Tensor
 
+    def expert(self, number: int) -> "CompressedWeight":
+        """One of several."""
+        return CompressedWeight(*(tensor[number] for tensor in self))
 
-def empty_compressed(out_features: int, in_features: int, device: torch.device) -> CompressedWeight:
-    """A compressed weight for ``Compressor``; on the CPU in huge pages, which are taken as they are written."""
-    groups, length = -(-out_features // GROUP), -(-in_features // 2)
+
+def empty_compressed(
+    out_features: int, in_features: int, device: torch.device, experts: int | None = None
+) -> CompressedWeight:
+    """A compressed weight for ``Compressor``, of ``experts`` matrices if given.
+
+    On the CPU in huge pages, which are taken as they are written.
+    """
+    length, before = -(-in_features // 2), () if experts is None else (experts,)
+    groups = -(-out_features // GROUP)
 
     def made(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if device.type == "meta":
-            return torch.empty(shape, dtype=dtype, device=device)
-        return native.huge_zeros(shape, dtype)
+            return torch.empty(*before, *shape, dtype=dtype, device=device)
+        return native.huge_zeros((*before, *shape), dtype)
 
     return CompressedWeight(
         made((groups, length, 3, GROUP), torch.uint8),
@@ -71,18 +82,22 @@ class Compressor:
     """Takes the rows of a matrix, in any order and from several threads, and compresses them.
 
     A group is compressed as soon as all its rows are there; rows of other groups are kept until then.
+
+    Args:
+        experts: of so many matrices.
     """
 
-    def __init__(self, out_features: int, in_features: int, device: torch.device) -> None:
+    def __init__(self, out_features: int, in_features: int, device: torch.device, experts: int | None = None) -> None:
         assert in_features <= MOST_INPUTS, "exceptions have no room for the places of more inputs"
         self._shape = out_features, in_features
-        self._weight = empty_compressed(out_features, in_features, device)
+        self._weight = empty_compressed(out_features, in_features, device, experts)
         self._zeros = torch.zeros(in_features, dtype=torch.bfloat16)
         self._lock = threading.Lock()
-        self._parts: dict[int, tuple[Tensor, list[int]]] = {}  # group -> its rows, and how many are missing
-        self._many: dict[int, Tensor] = {}  # group -> its exceptions, which have no room
+        # Keys are (expert, group).
+        self._parts: dict[tuple[int, int], tuple[Tensor, list[int]]] = {}  # its rows, and how many are missing
+        self._many: dict[tuple[int, int], Tensor] = {}  # exceptions that have no room
 
-    def put(self, start: int, rows: Tensor) -> None:
+    def put(self, start: int, rows: Tensor, expert: int = 0) -> None:
         """Rows ``[n, K]`` of ``W`` from ``start`` on, bfloat16 on the CPU."""
         out_features, in_features = self._shape
         assert rows.dtype == torch.bfloat16
@@ -94,34 +109,34 @@ class Compressor:
             begin, end = max(first, start), min(first + size, start + len(rows))
             part = rows[begin - start : end - start]
             if len(part) == size:
-                self._compress(group, part)
+                self._compress(expert, group, part)
                 continue
             with self._lock:
-                if group not in self._parts:
-                    self._parts[group] = torch.empty(size, in_features, dtype=torch.bfloat16), [size]
-                whole, missing = self._parts[group]
-                missing[0] -= len(part)
-                is_last = missing[0] == 0
+                if (expert, group) not in self._parts:
+                    self._parts[expert, group] = torch.empty(size, in_features, dtype=torch.bfloat16), [size]
+                whole, missing = self._parts[expert, group]
                 whole[begin - first : end - first] = part
-                if is_last:
-                    del self._parts[group]
-            if is_last:
-                self._compress(group, whole)
+                missing[0] -= len(part)
+                if missing[0] > 0:
+                    continue
+                del self._parts[expert, group]
+            self._compress(expert, group, whole)
 
     def finish(self) -> CompressedWeight:
         """The whole matrix, all of whose rows were given."""
-        assert not self._parts, f"groups {list(self._parts)} lack rows"
-        exceptions = self._weight.exceptions
+        assert not self._parts, f"(expert, group) lack rows: {list(self._parts)}"
         if not self._many:
             return self._weight
-        wider = exceptions.new_zeros(len(exceptions), max(len(each) for each in self._many.values()))
-        wider[:, : exceptions.shape[1]] = exceptions
-        for group, each in self._many.items():
-            wider[group, : len(each)] = each
+        exceptions = self._weight.exceptions
+        wider = exceptions.new_zeros(*exceptions.shape[:-1], max(map(len, self._many.values())))
+        wider[..., : exceptions.shape[-1]] = exceptions
+        for key, each in self._many.items():
+            wider.view(-1, *wider.shape[-2:])[key][: len(each)] = each  # also where there is one matrix
         return self._weight._replace(exceptions=wider)
 
-    def _compress(self, group: int, rows: Tensor) -> None:
-        words, tables, exceptions = (tensor[group] for tensor in self._weight)
+    def _compress(self, expert: int, group: int, rows: Tensor) -> None:
+        one = self._weight.expert(expert) if self._weight.words.dim() == 5 else self._weight
+        words, tables, exceptions = (tensor[group] for tensor in one)
 
         def compress(exceptions: Tensor) -> int:
             to = words.data_ptr(), tables.data_ptr(), exceptions.data_ptr(), len(exceptions), self._zeros.data_ptr()
@@ -129,11 +144,11 @@ class Compressor:
 
         count = compress(exceptions)
         if count >= len(exceptions):
-            # In whole pages of exceptions, so that few matrices differ in shape.
+            # In steps, so that few matrices differ in shape.
             more = torch.zeros(-(-(count + 1) // 1024) * 1024, dtype=torch.int32)
             compress(more)
             with self._lock:
-                self._many[group] = more
+                self._many[expert, group] = more
 
 
 def compress_weight(weight: Tensor) -> CompressedWeight:
@@ -190,6 +205,13 @@ def compressed_linear(
     return torch.ops.compiled_llm.compressed_linear(x, words, tables, exceptions, bias, out_features)
 
 
+def grouped_compressed_linear(
+    x: Tensor, weight: CompressedWeight, bias: Tensor | None, rows: Tensor | None, starts: Tensor, out_features: int
+) -> Tensor:
+    """``grouped_linear`` (``moe/grouped_linear.py``) for the compressed matrices of E experts, of N outputs each."""
+    return torch.ops.compiled_llm.grouped_compressed_linear(x, *weight, bias, rows, starts, out_features)
+
+
 def compressed_rows(weight: CompressedWeight, ids: Tensor, out_features: int, in_features: int) -> Tensor:
     """Rows ``ids`` ``[T]`` (int32 or int64) of a compressed ``W`` ``[N, K]``: ``[T, K]`` bfloat16."""
     return torch.ops.compiled_llm.compressed_rows(*weight, ids, out_features, in_features)
@@ -203,6 +225,15 @@ def compressed_linear_reference(
     return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
 
+def grouped_compressed_linear_reference(
+    x: Tensor, words: Tensor, tables: Tensor, exceptions: Tensor, bias: Tensor | None, rows: Tensor | None,
+    starts: Tensor, out_features: int,
+) -> Tensor:  # fmt: skip
+    """The op in plain torch."""
+    weight = words, tables, exceptions
+    return by_experts(compressed_linear_reference, x, *weight, bias, (), rows, starts, (out_features,))
+
+
 def compressed_rows_reference(
     words: Tensor, tables: Tensor, exceptions: Tensor, ids: Tensor, out_features: int, in_features: int
 ) -> Tensor:
@@ -214,7 +245,14 @@ _WEIGHT = "Tensor words, Tensor tables, Tensor exceptions"
 define_op(
     f"compressed_linear(Tensor x, {_WEIGHT}, Tensor? bias, int out_features) -> Tensor",
     reference=compressed_linear_reference,
-    fake=lambda x, words, tables, exceptions, bias, out_features: x.new_empty(x.shape[0], out_features),
+    fake=rows_fake,
+    cpu="compressed_linear_cpu",
+)
+define_op(
+    f"grouped_compressed_linear(Tensor x, {_WEIGHT}, Tensor? bias, Tensor? rows, Tensor starts, int out_features)"
+    " -> Tensor",
+    reference=grouped_compressed_linear_reference,
+    fake=grouped_rows_fake,
     cpu="compressed_linear_cpu",
 )
 define_op(

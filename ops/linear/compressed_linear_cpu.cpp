@@ -41,6 +41,11 @@ struct Weights {
   Group operator[](int64_t i) const {
     return {words + i * length * WORD_BYTES, tables + i * TABLE_BYTES, exceptions + i * exceptions_of_group};
   }
+  // Of several, one after the other.
+  Weights matrix(int64_t i) const {
+    const Group first = (*this)[i * groups];
+    return {first.words, first.table, first.exceptions, groups, length, exceptions_of_group};
+  }
 };
 
 // y = x @ W.T + bias
@@ -109,63 +114,109 @@ void multiply_block(const Kernels& kernels, const Layer& layer, const Cut& cut, 
   kernels.finish(layer.finish(sums, row, rows, group));
 }
 
-void multiply(const Kernels& kernels, const Layer& layer) {
-  const Cut cut(layer);
-  const int64_t blocks = (layer.rows + cut.block - 1) / cut.block, length = layer.w.length;
-  const auto rows_of = [&](int64_t block) { return std::min(cut.block, layer.rows - block * cut.block); };
-  const Tensor packed = empty({layer.rows, length}, kInt);
-  auto* const x = packed.data<uint32_t>();
-  parallel_for(0, blocks, 1 + (1 << 17) / (length * cut.block), [&](int64_t block, int64_t end) {
-    for (; block < end; ++block)
-      pack_block(layer, cut, block * cut.block, rows_of(block), x + block * cut.block * length);
+// Some groups of a layer by a block of its rows.
+struct Piece {
+  int64_t layer, block, group, end;
+};
+
+// The layers one after the other, in pieces, of which a thread that is free takes the next: cores need not be equally fast.
+void multiply(const Kernels& kernels, const std::vector<Layer>& layers) {
+  int64_t rows = 0, groups = 0, flops = 0;
+  for (const Layer& layer : layers) {
+    rows += layer.rows;
+    groups += layer.w.groups;
+    flops += layer.rows * layer.w.groups * GROUP * layer.K;
+  }
+  const int64_t threads = std::min(num_threads(), flops / GRAIN_FLOPS + 1), length = layers[0].w.length;
+  const Tensor packed = empty({rows, length}, kInt);
+  std::vector<Cut> cuts;
+  std::vector<uint32_t*> x{packed.data<uint32_t>()};  // of each layer
+  std::vector<Piece> blocks, pieces;
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const Layer& layer = layers[i];
+    const Cut& cut = cuts.emplace_back(layer);
+    x.push_back(x.back() + layer.rows * length);
+    const int64_t step = cut.chunk == CHUNK ? 1 : std::max<int64_t>(1, groups / (PIECES * threads));
+    for (int64_t block = 0; block * cut.block < layer.rows; ++block) {
+      blocks.push_back({static_cast<int64_t>(i), block, 0, 0});
+      for (int64_t group = 0; group < layer.w.groups; group += step)
+        pieces.push_back({static_cast<int64_t>(i), block, group, std::min(group + step, layer.w.groups)});
+    }
+  }
+  parallel_for(0, blocks.size(), 1 + (1 << 17) / (length * cuts[0].block), [&](int64_t begin, int64_t end) {
+    for (; begin < end; ++begin) {
+      const auto [i, block, first, last] = blocks[begin];
+      const int64_t row = block * cuts[i].block;
+      pack_block(layers[i], cuts[i], row, std::min(cuts[i].block, layers[i].rows - row), x[i] + row * length);
+    }
   });
-  const int64_t units = blocks * layer.w.groups, flops = layer.rows * layer.w.groups * GROUP * layer.K;
-  const int64_t threads = std::min(num_threads(), flops / GRAIN_FLOPS + 1);
-  const int64_t piece = cut.chunk == CHUNK ? 1 : std::max<int64_t>(1, units / (PIECES * threads));
-  std::atomic<int64_t> free = 0;
-  // A thread that is free takes the next piece: cores need not be equally fast.
+  std::atomic<size_t> free = 0;
   parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     alignas(64) float sums[ROW_BLOCK * GROUP];
     alignas(64) uint32_t expanded[CHUNK * GROUP];
-    for (int64_t unit; (unit = free.fetch_add(piece)) < units;)
-      for (const int64_t end = std::min(unit + piece, units); unit < end; ++unit) {
-        const int64_t block = unit / layer.w.groups, row = block * cut.block;
-        multiply_block(kernels, layer, cut, x + row * length, row, rows_of(block), unit % layer.w.groups, sums, expanded);
-      }
+    for (size_t next; (next = free++) < pieces.size();) {
+      const auto [i, block, group, last] = pieces[next];
+      const int64_t row = block * cuts[i].block, of_block = std::min(cuts[i].block, layers[i].rows - row);
+      for (int64_t each = group; each < last; ++each)
+        multiply_block(kernels, layers[i], cuts[i], x[i] + row * length, row, of_block, each, sums, expanded);
+    }
   });
 }
 
 const Dtype kByte{aoti_torch_dtype_uint8()};
 
+// `experts`: of several matrices.
 Weights check_weights(const char* op, const Tensor& words, const Tensor& tables, const Tensor& exceptions, int64_t N,
-                      int64_t K) {
-  const int64_t groups = (N + GROUP - 1) / GROUP, length = (K + 1) / 2;
+                      int64_t K, Experts experts) {
+  const int64_t groups = (N + GROUP - 1) / GROUP, length = (K + 1) / 2, last = exceptions.dim() - 1;
   check_on_cpu(op, {&words, &tables, &exceptions});
-  CHECK_VALUE(N > 0 && K > 0 && words.sizes() == (Shape{groups, length, 3, 64}) && words.is_contiguous() &&
-                  words.dtype() == kByte,
-              op, ": ", K, " inputs and ", N, " outputs take contiguous words ", Shape{groups, length, 3, 64},
-              " of uint8, got ", words.sizes());
-  CHECK_VALUE(tables.sizes() == (Shape{groups, 2, 4, 16}) && tables.is_contiguous() && tables.dtype() == kByte, op,
-              ": tables must be a contiguous ", Shape{groups, 2, 4, 16}, " of uint8, got ", tables.sizes());
-  CHECK_VALUE(exceptions.dim() == 2 && exceptions.size(0) == groups && exceptions.size(1) > 0 &&
-                  exceptions.is_contiguous() && exceptions.dtype() == kInt,
-              op, ": exceptions must be contiguous int32 [", groups, ", C] with C > 0, got ", exceptions.sizes());
+  const Shape of_words = with_experts(experts, {groups, length, 3, 64}), of_tables = with_experts(experts, {groups, 2, 4, 16});
+  CHECK_VALUE(N > 0 && K > 0 && words.sizes() == of_words && words.is_contiguous() && words.dtype() == kByte, op, ": ", K,
+              " inputs and ", N, " outputs take contiguous words ", of_words, " of uint8, got ", words.sizes());
+  CHECK_VALUE(tables.sizes() == of_tables && tables.is_contiguous() && tables.dtype() == kByte, op,
+              ": tables must be a contiguous ", of_tables, " of uint8, got ", tables.sizes());
+  CHECK_VALUE(last > 0 && exceptions.sizes() == with_experts(experts, {groups, exceptions.size(last)}) &&
+                  exceptions.size(last) > 0 && exceptions.is_contiguous() && exceptions.dtype() == kInt,
+              op, ": exceptions must be contiguous int32 with ", groups, " groups of one or more, got ", exceptions.sizes());
   return {words.data<const uint8_t>(), tables.data<const uint8_t>(), exceptions.data<const int32_t>(), groups, length,
-          exceptions.size(1)};
+          exceptions.size(last)};
+}
+
+void check_x(const char* op, const Tensor& x, const OptionalTensor& bias, Experts experts, int64_t N) {
+  check_input(op, x);
+  CHECK_VALUE(x.dtype() == kBFloat16, op, ": x must be bfloat16, got ", x.dtype());
+  check_on_cpu(op, {&x, bias ? &*bias : &x});
+  check_bias(op, x, bias, experts, N);
 }
 
 Tensor compressed_linear(const Tensor& x, const Tensor& words, const Tensor& tables, const Tensor& exceptions,
                          const OptionalTensor& bias, int64_t out_features) {
   constexpr auto* op = "compressed_linear";
-  check_input(op, x);
-  CHECK_VALUE(x.dtype() == kBFloat16, op, ": x must be bfloat16, got ", x.dtype());
-  check_on_cpu(op, {&x, bias ? &*bias : &x});
-  check_bias(op, x, bias, std::nullopt, out_features);
-  const Weights weights = check_weights(op, words, tables, exceptions, out_features, x.size(1));
+  check_x(op, x, bias, std::nullopt, out_features);
+  const Weights weights = check_weights(op, words, tables, exceptions, out_features, x.size(1), std::nullopt);
   Tensor out = empty({x.size(0), out_features}, x.dtype());
   if (x.size(0) == 0) return out;
-  multiply(chosen(), {{x.data<const uint16_t>(), x.stride(0)}, x.size(0), x.size(1), weights,
-                      bias ? bias->data<const uint16_t>() : nullptr, out.data<uint16_t>(), out_features});
+  multiply(chosen(), {{{x.data<const uint16_t>(), x.stride(0)}, x.size(0), x.size(1), weights,
+                       bias ? bias->data<const uint16_t>() : nullptr, out.data<uint16_t>(), out_features}});
+  return out;
+}
+
+Tensor grouped_compressed_linear(const Tensor& x, const Tensor& words, const Tensor& tables, const Tensor& exceptions,
+                                 const OptionalTensor& bias, const OptionalTensor& rows, const Tensor& starts,
+                                 int64_t out_features) {
+  constexpr auto* op = "grouped_compressed_linear";
+  const int64_t experts = words.dim() == 5 ? words.size(0) : 0, N = out_features;
+  check_x(op, x, bias, experts, N);
+  const Weights all = check_weights(op, words, tables, exceptions, N, x.size(1), experts);
+  Tensor out = empty({check_experts(op, x, rows, starts, experts).count, N}, x.dtype());
+  const auto* const first = starts.data<const int32_t>();
+  const Rows<uint16_t> x_rows = {x.data<const uint16_t>(), x.stride(0), rows ? rows->data<const int32_t>() : nullptr};
+  std::vector<Layer> layers;
+  for (int64_t e = 0; e < experts; ++e)
+    if (const int64_t own = first[e + 1] - first[e]; own > 0)
+      layers.push_back({x_rows.from(first[e]), own, x.size(1), all.matrix(e),
+                        bias ? bias->data<const uint16_t>() + e * N : nullptr, out.data<uint16_t>() + first[e] * N, N});
+  if (!layers.empty()) multiply(chosen(), layers);
   return out;
 }
 
@@ -189,7 +240,7 @@ void copy_row(const Weights& weights, int64_t row, int64_t K, uint16_t* to) {
 Tensor compressed_rows(const Tensor& words, const Tensor& tables, const Tensor& exceptions, const Tensor& ids,
                        int64_t out_features, int64_t in_features) {
   constexpr auto* op = "compressed_rows";
-  const Weights weights = check_weights(op, words, tables, exceptions, out_features, in_features);
+  const Weights weights = check_weights(op, words, tables, exceptions, out_features, in_features, std::nullopt);
   check_on_cpu(op, {&ids});
   CHECK_VALUE(ids.dim() == 1 && ids.is_contiguous() && (ids.dtype() == kInt || ids.dtype() == kLong), op,
               ": ids must be contiguous [T] of int32 or int64, got ", ids.sizes(), " of ", ids.dtype());
@@ -209,6 +260,7 @@ Tensor compressed_rows(const Tensor& words, const Tensor& tables, const Tensor& 
 
 const std::vector<Op> ops = {
     {"compressed_linear", Boxed<compressed_linear>::call, Boxed<compressed_linear>::direct},
+    {"grouped_compressed_linear", Boxed<grouped_compressed_linear>::call, Boxed<grouped_compressed_linear>::direct},
     {"compressed_rows", Boxed<compressed_rows>::call, Boxed<compressed_rows>::direct},
 };
 

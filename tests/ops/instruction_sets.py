@@ -22,7 +22,8 @@ def ordinary_sets(op: str) -> list[str]:
     """Those of the ordinary run: the best for the kernels of ``op``, if there is a compiler, and the portable one."""
     libraries = native.libraries_of(op)  # what calls the kernels, and the kernels
     best = [library.name.rpartition(".")[2] for library in libraries[1:]]
-    return list(dict.fromkeys([*best, *(["portable"] if op not in _LONG else [])]))
+    plain = [] if op in _LONG or "portable" not in isas_of(op) else ["portable"]
+    return list(dict.fromkeys([*best, *plain]))
 
 
 def by_set(op: str, cases: Iterable[Any] | None = None) -> list[Any]:

@@ -9,6 +9,8 @@ from torch import Tensor
 from compiled_llm.ops import native
 from compiled_llm.ops.linear import compressed_linear as linear
 from compiled_llm.ops.linear.packed_linear import pack_weight, packed_linear
+from compiled_llm.ops.moe.grouped_linear import pack_weights
+from tests.ops.instruction_sets import skip_without
 
 OP = "compressed_linear_cpu"
 ISA = "avx512_bf16"
@@ -21,12 +23,7 @@ SHAPES = [(1, 1), (17, 20), (64, 64), (100, 77), (130, 300), (192, 259)]
 @pytest.fixture(scope="module")
 def kernels() -> native.Kernels:
     """Of the op, on CPUs that have them."""
-    if ISA not in native.levels()[: (native._level() or 0) + 1]:
-        pytest.skip(f"this CPU has no {ISA}")
-    found = native.load(OP)
-    if found is None:
-        pytest.skip("there is no C++ compiler")
-    return found
+    return skip_without(native.load(OP) if native.libraries_of(OP) else None, ISA)
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -98,6 +95,41 @@ def test_the_bits_of_packed_weights(kernels: native.Kernels, n: int, k: int, wit
         assert_as_packed(x, made, torch.randn(n).bfloat16() if with_bias else None)
 
 
+@pytest.mark.parametrize("by_index", [False, True])
+def test_experts_have_the_bits_of_packed_ones(kernels: native.Kernels, by_index: bool) -> None:
+    """Experts without rows, with one, with several row groups, and with more than a block of rows."""
+    n, k, counts = 100, 77, [0, 1, 30, 7, 530, 0]
+    made = [weight(n, k) for _ in counts]
+    compressor = linear.Compressor(n, k, torch.device("cpu"), len(counts))
+    for expert, each in enumerate(made):
+        compressor.put(0, each, expert)
+    starts = torch.tensor([2, *(2 + torch.tensor(counts).cumsum(0))], dtype=torch.int32)
+    rows = torch.randint(40, (int(starts[-1]) + 1,), dtype=torch.int32) if by_index else None
+    x = torch.randn(40 if by_index else int(starts[-1]), k).bfloat16()
+    bias = torch.randn(len(counts), n).bfloat16()
+    got = linear.grouped_compressed_linear(x, compressor.finish(), bias, rows, starts, n)
+    found = native.load("linear_cpu")
+    assert found is not None
+    args = x, pack_weights(made), bias, rows, starts, n
+    wanted = found.run("grouped_packed_linear", *args, isa=ISA)
+    assert got.shape == wanted.shape
+    assert torch.equal(bits(got[2 : starts[-1]]), bits(wanted[2 : starts[-1]]))
+    reference = linear.grouped_compressed_linear_reference(x, *compressor.finish(), bias, rows, starts, n)
+    torch.testing.assert_close(got[2 : starts[-1]], reference[2 : starts[-1]], atol=1.0, rtol=0.02)
+
+
+def test_experts_of_which_one_has_many_exceptions(kernels: native.Kernels) -> None:
+    n, k = 70, 130
+    plain = torch.randn(2, n, k).bfloat16()
+    plain[1] = torch.randint(-(2**15), 2**15, (n, k), dtype=torch.int16).view(torch.bfloat16)
+    compressor = linear.Compressor(n, k, torch.device("cpu"), 2)
+    for expert in range(2):
+        compressor.put(0, plain[expert], expert)
+    compressed = compressor.finish()
+    for expert in range(2):
+        assert torch.equal(bits(linear.decompress(compressed.expert(expert), n, k)), bits(plain[expert]))
+
+
 def test_the_reference_is_the_same_layer(kernels: native.Kernels) -> None:
     n, k = 100, 77
     compressed = linear.compress_weight(torch.randn(n, k).bfloat16())
@@ -164,5 +196,10 @@ def test_torch_knows_the_ops(kernels: native.Kernels, rows: int) -> None:
     x = torch.randn(rows, 20).bfloat16()
     torch.library.opcheck(torch.ops.compiled_llm.compressed_linear.default, (x, *compressed, None, 70))
     ids = torch.arange(rows)
+    experts = [tensor[None] for tensor in compressed]
+    starts = torch.tensor([0, rows], dtype=torch.int32)
+    torch.library.opcheck(
+        torch.ops.compiled_llm.grouped_compressed_linear.default, (x, *experts, None, None, starts, 70)
+    )
     torch.library.opcheck(torch.ops.compiled_llm.compressed_rows.default, (*compressed, ids, 70, 20))
     assert packed_linear(x, pack_weight(linear.decompress(compressed, 70, 20)), None, 70).shape == (rows, 70)
