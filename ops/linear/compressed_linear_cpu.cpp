@@ -4,9 +4,9 @@
 // decompressed in registers, one stream of words, each of which is 64 outputs. So the products of a word do not wait for
 // each other.
 //
-// With more rows a thread works on a chunk of a group's words at a time, which stays in L1. The first row group decompresses
-// them and keeps them expanded for the others: units of the processor do that which products leave free. Each row group
-// fetches its part of the next chunk.
+// A thread works on a chunk of a group's words at a time, which stays in L1, and each row group fetches its part of the next
+// chunk. With many rows the first row group keeps the words that it decompresses for the others: units of the processor do
+// that which products leave free.
 //
 // Every output has one float32 sum, which takes its words in order: the bits of `packed_linear`, for any number of rows.
 
@@ -27,7 +27,7 @@ constexpr int64_t CHUNK = 128;                // words, expanded: 32 KiB
 constexpr int64_t FEW_ROWS = 64, FEW_CHUNK = 64;  // up to so many rows of so many words, since the next ones are in L1, too
 constexpr int64_t FEW_GROUPS = 4;             // of rows, that decompress the same words rather than keep them expanded
 constexpr int64_t ROW_BLOCK = 86 * ROWS;      // rows, of which a chunk, 258 KiB, and the sums, 129 KiB, stay in L2
-constexpr int64_t AHEAD = 43 * WORD_BYTES;   // from a product to the prefetch of its weights: more than 100 ns of work
+constexpr int64_t AHEAD = 43;                 // words, 8 KiB: more than 100 ns of work
 constexpr int64_t GRAIN_FLOPS = 1 << 18;     // for less, waking a thread takes longer than the work
 constexpr int64_t PIECES = 8;                // of the weights, for each thread, where they come from memory
 
@@ -65,7 +65,7 @@ struct Layer {
 
 // How the rows are cut: into blocks, these into row groups, and words into chunks.
 struct Cut {
-  int64_t group, block, chunk;
+  int64_t group, block, chunk, ahead;  // ahead: words from a product to the prefetch
   bool expands;  // the first row group keeps its words expanded, for the others
 
   explicit Cut(const Layer& layer) {
@@ -75,7 +75,10 @@ struct Cut {
     };
     group = even(layer.rows, ROWS);
     block = (even(layer.rows, ROW_BLOCK / group * group) + group - 1) / group * group;
-    chunk = layer.rows <= group ? layer.w.length : layer.rows <= FEW_ROWS ? FEW_CHUNK : CHUNK;
+    // A single row group has two: all words but the last, which fetch those that follow, and the last, which fetch the next.
+    const bool one = layer.rows <= group && layer.w.length > AHEAD;
+    chunk = one ? layer.w.length - AHEAD : layer.rows <= FEW_ROWS ? FEW_CHUNK : CHUNK;
+    ahead = one ? AHEAD : chunk;
     expands = layer.rows > FEW_GROUPS * group;
   }
 };
@@ -92,15 +95,15 @@ void pack_block(const Layer& layer, const Cut& cut, int64_t row, int64_t rows, u
   }
 }
 
-// Such rows by a group of outputs, with room for their sums [rows, GROUP] and a chunk, `expanded`.
+// Such rows by a group of outputs, with room for their sums [rows, GROUP] and a chunk, `expanded`. The thread's next words
+// start at `next`.
 void multiply_block(const Kernels& kernels, const Layer& layer, const Cut& cut, const uint32_t* x, int64_t row, int64_t rows,
-                    int64_t group, float* sums, uint32_t* expanded) {
+                    int64_t group, const uint8_t* next, float* sums, uint32_t* expanded) {
   Group left = layer.w[group];
   const int64_t length = layer.w.length, row_groups = (rows + cut.group - 1) / cut.group;
   for (int64_t word = 0, words; word < length; word += words) {
     words = std::min(cut.chunk, length - word);
-    // What comes next: of this group, or the first words of the next one.
-    const uint8_t* later = left.words + (cut.chunk < length ? (word + words) * WORD_BYTES : AHEAD);
+    const uint8_t* later = word + cut.ahead < length ? left.words + (word + cut.ahead) * WORD_BYTES : next;
     const int64_t each = (words + row_groups - 1) / row_groups;
     for (int64_t first = 0; first < rows; first += cut.group, later += each * WORD_BYTES) {
       const int64_t m = std::min(cut.group, rows - first);
@@ -154,11 +157,15 @@ void multiply(const Kernels& kernels, const std::vector<Layer>& layers) {
   parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     alignas(64) float sums[ROW_BLOCK * GROUP];
     alignas(64) uint32_t expanded[CHUNK * GROUP];
-    for (size_t next; (next = free++) < pieces.size();) {
+    for (size_t after, next = free++; next < pieces.size(); next = after) {
       const auto [i, block, group, last] = pieces[next];
       const int64_t row = block * cuts[i].block, of_block = std::min(cuts[i].block, layers[i].rows - row);
-      for (int64_t each = group; each < last; ++each)
-        multiply_block(kernels, layers[i], cuts[i], x[i] + row * length, row, of_block, each, sums, expanded);
+      after = free++;
+      const Piece& then = pieces[std::min(after, pieces.size() - 1)];
+      for (int64_t each = group; each < last; ++each) {
+        const Group later = each + 1 < last ? layers[i].w[each + 1] : layers[then.layer].w[then.group];
+        multiply_block(kernels, layers[i], cuts[i], x[i] + row * length, row, of_block, each, later.words, sums, expanded);
+      }
     }
   });
 }
