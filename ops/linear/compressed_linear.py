@@ -103,24 +103,18 @@ class Compressor:
         assert rows.dtype == torch.bfloat16
         assert rows.shape[1] == in_features
         assert 0 <= start <= start + len(rows) <= out_features, "rows beyond the last one"
-        rows = rows.contiguous()
-        for group in range(start // GROUP, -(-(start + len(rows)) // GROUP)):
-            first, size = group * GROUP, min(GROUP, out_features - group * GROUP)
-            begin, end = max(first, start), min(first + size, start + len(rows))
-            part = rows[begin - start : end - start]
-            if len(part) == size:
+        rows, at = rows.contiguous(), 0
+        while at < len(rows):
+            group, within = divmod(start + at, GROUP)
+            size = min(GROUP, out_features - group * GROUP)
+            whole = len(rows) - at if start + len(rows) == out_features else (len(rows) - at) // GROUP * GROUP
+            count = whole if within == 0 and whole > 0 else min(size - within, len(rows) - at)
+            part = rows[at : at + count]
+            at += count
+            if count >= size:
                 self._compress(expert, group, part)
-                continue
-            with self._lock:
-                if (expert, group) not in self._parts:
-                    self._parts[expert, group] = torch.empty(size, in_features, dtype=torch.bfloat16), [size]
-                whole, missing = self._parts[expert, group]
-                whole[begin - first : end - first] = part
-                missing[0] -= len(part)
-                if missing[0] > 0:
-                    continue
-                del self._parts[expert, group]
-            self._compress(expert, group, whole)
+            elif (done := self._joined((expert, group), within, size, part)) is not None:
+                self._compress(expert, group, done)
 
     def finish(self) -> CompressedWeight:
         """The whole matrix, all of whose rows were given."""
@@ -134,21 +128,36 @@ class Compressor:
             wider.view(-1, *wider.shape[-2:])[key][: len(each)] = each  # also where there is one matrix
         return self._weight._replace(exceptions=wider)
 
+    def _joined(self, key: tuple[int, int], within: int, size: int, part: Tensor) -> Tensor | None:
+        """All rows of a group, if those of ``part``, from the row ``within`` on, are the last that were missing."""
+        with self._lock:
+            if key not in self._parts:
+                self._parts[key] = torch.empty(size, part.shape[1], dtype=torch.bfloat16), [size]
+            whole, missing = self._parts[key]
+            whole[within : within + len(part)] = part
+            missing[0] -= len(part)
+            if missing[0] > 0:
+                return None
+            del self._parts[key]
+            return whole
+
     def _compress(self, expert: int, group: int, rows: Tensor) -> None:
+        """Whole groups from ``group`` on."""
         one = self._weight.expert(expert) if self._weight.words.dim() == 5 else self._weight
-        words, tables, exceptions = (tensor[group] for tensor in one)
+        words, tables, exceptions = (tensor[group:] for tensor in one)
 
         def compress(exceptions: Tensor) -> int:
-            to = words.data_ptr(), tables.data_ptr(), exceptions.data_ptr(), len(exceptions), self._zeros.data_ptr()
-            return _function()(rows.data_ptr(), *rows.shape, *to)
+            to = words.data_ptr(), tables.data_ptr(), exceptions.data_ptr(), exceptions.shape[1]
+            return _function()(rows.data_ptr(), *rows.shape, *to, self._zeros.data_ptr())
 
-        count = compress(exceptions)
-        if count >= len(exceptions):
-            # In steps, so that few matrices differ in shape.
-            more = torch.zeros(-(-(count + 1) // 1024) * 1024, dtype=torch.int32)
-            compress(more)
-            with self._lock:
-                self._many[expert, group] = more
+        count, room = compress(exceptions), exceptions.shape[1]
+        if count < room:
+            return
+        # In steps, so that few matrices differ in shape.
+        more = torch.zeros(-(-len(rows) // GROUP), -(-(count + 1) // 1024) * 1024, dtype=torch.int32)
+        compress(more)
+        with self._lock:
+            self._many |= {(expert, group + i): each for i, each in enumerate(more)}
 
 
 def compress_weight(weight: Tensor) -> CompressedWeight:
@@ -161,11 +170,11 @@ def compress_weight(weight: Tensor) -> CompressedWeight:
 
 @functools.cache
 def _function() -> Any:
-    """The C++ function that compresses a group."""
+    """The C++ function that compresses groups."""
     library = native.open_library(compress_library())
     assert library is not None, "weights are compressed only where there is a compiler"
     size, address = ctypes.c_int64, ctypes.c_void_p
-    function = library.compress_group
+    function = library.compress_groups
     function.argtypes, function.restype = (address, size, size, address, address, address, size, address), size
     return function
 
