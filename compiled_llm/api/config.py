@@ -285,8 +285,9 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization must be a number above 0 and up to 1, given {share!r}")
         if target is not None and (isinstance(target, bool) or not isinstance(target, int | float) or not target > 0):
             raise ValueError(f"target_itl_ms must be a number of milliseconds above 0, or None, given {target!r}")
-        if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
-            raise ValueError(f"async_scheduling must be True, False or None, given {self.async_scheduling!r}")
+        for name in ("async_scheduling", "compress_weights"):
+            if not isinstance(given := getattr(self, name), bool | None):
+                raise ValueError(f"{name} must be True, False or None, given {given!r}")
         if self.speculative_config is not None:
             object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
         check_pairs(self)

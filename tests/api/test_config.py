@@ -51,6 +51,7 @@ REFUSED: dict[str, list[object]] = {
     "pipeline_parallel_size": [0, 65, 1.5, True],
     "enable_expert_parallel": [1, True],  # with one rank
     "async_scheduling": [1, "yes"],
+    "compress_weights": [1, "lossless"],
     "max_logprobs": [1001],
     "max_queued_requests": [0],
     "max_request_id_length": [0],
@@ -84,6 +85,7 @@ def test_messages_say_what_is_allowed_and_what_was_given() -> None:
         ({"target_itl_ms": 0}, "target_itl_ms must be a number of milliseconds above 0, or None, given 0"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching must be True or False, given 1"),
         ({"async_scheduling": "yes"}, "async_scheduling must be True, False or None, given 'yes'"),
+        ({"compress_weights": "yes"}, "compress_weights must be True, False or None, given 'yes'"),
         ({"max_grammar_seconds": 0}, "max_grammar_seconds must be a number from 0.01 to 3600, given 0"),
         ({"logits_transforms": "json:dumps"}, "logits_transforms must be a list, given 'json:dumps'"),
     ]:
