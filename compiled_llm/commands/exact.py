@@ -33,7 +33,16 @@ from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser, add_engine_arguments, errors_end
 from compiled_llm.api.config_pairs import QUANTISED_DTYPES
 
-_ENGINE_ARGUMENTS = ("model", "load_format", "dtype", "quantization", "device", "seed", "max_lora_rank")
+_ENGINE_ARGUMENTS = (
+    "model",
+    "load_format",
+    "dtype",
+    "quantization",
+    "compress_weights",
+    "device",
+    "seed",
+    "max_lora_rank",
+)
 _KV_CACHES = ("auto", *QUANTISED_DTYPES)
 _FULL, _QUICK = (20, 32), (12, 16)  # requests, and tokens of each output
 
