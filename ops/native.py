@@ -184,11 +184,15 @@ def _kernels_of(library: ctypes.CDLL | None) -> int:
 
 @functools.cache
 def load(op: str) -> Kernels | None:
-    """The kernels of an op, built if need be (seconds), registered with torch; or None without a compiler.
+    """The kernels of an op, built if need be (seconds), registered with torch; or None without.
+
+    That is without a compiler, of which a warning tells, or where the op has none for this CPU.
 
     Raises:
         RuntimeError, ValueError: as ``open_library``; and for a ``COMPILED_LLM_ISA`` that there is not.
     """
+    if not _isas(op) and _level() is not None:
+        return None  # it has kernels for other CPUs alone
     opened = [found for found in map(open_library, libraries_of(op)) if found is not None]
     if len(opened) < 2:
         warn_of_missing_compiler(f"{op} runs as plain torch, many times slower")

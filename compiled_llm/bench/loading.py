@@ -24,13 +24,13 @@ import torch
 
 from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser, errors_end
+from compiled_llm.api.config import EngineConfig
 from compiled_llm.bench.harness import DTYPES, finish, in_turns, median_ratio, seconds_of
 from compiled_llm.bench.start import write_checkpoint
 from compiled_llm.checkpoint import loader
-from compiled_llm.checkpoint.quantization import published
+from compiled_llm.checkpoint.quantization import plain_kind, published
 from compiled_llm.checkpoint.shapes import SHAPES
 from compiled_llm.models.config_file import read_config
-from compiled_llm.models.linears.kinds import linear_kind
 from compiled_llm.models.linears.quantizing import SCHEMES, Quantizing
 from compiled_llm.models.weights import tensors
 from compiled_llm.worker.memory import growth_while
@@ -76,7 +76,7 @@ def measure(
     config = read_config(directory)
     config = dataclasses.replace(config, max_position_embeddings=min(config.max_position_embeddings, MAX_POSITIONS))
     dtype, device = getattr(torch, config.dtype if dtype_name == "auto" else dtype_name), torch.device("cpu")
-    linears: Any = linear_kind(device, dtype)
+    linears: Any = plain_kind(EngineConfig(device="cpu"), config, device, dtype)
     if quantization is not None:
         linears = Quantizing(linears, dtype, SCHEMES[quantization], SCHEMES[quantization])
     linears = published(config, linears)

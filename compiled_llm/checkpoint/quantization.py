@@ -8,7 +8,7 @@ import torch
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.linears.compressed import Compressed
-from compiled_llm.models.linears.kinds import compresses, linear_kind
+from compiled_llm.models.linears.kinds import IN_CACHES, linear_kind
 from compiled_llm.models.linears.names import Names
 from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.linears.published import Published
@@ -42,17 +42,22 @@ def plain_kind(config: EngineConfig, model_config: ModelConfig, device: torch.de
         ValueError: ``compress_weights`` is True where there are no kernels for it.
     """
     compress = config.compress_weights
-    if compress and not Compressed.serves(device, dtype):
+    if compress is not False and Compressed.serves(device, dtype):
+        if compress or _bytes_of_layers(model_config, dtype) > IN_CACHES:
+            return Compressed
+    elif compress:
         raise ValueError(
             "compress_weights must be None or False but for a model in bfloat16 on a CPU with AVX512-BF16 and without "
             f"AMX, given True for {str(dtype)[6:]} on {device}: leave it out"
         )
-    if compress is None:
-        names = Names()
-        family_of(model_config).describe(model_config, dtype, names)
-        elements = sum(part.out_features * part.in_features for part in names.parts)
-        compress = compresses(device, dtype, elements * dtype.itemsize)
-    return Compressed if compress else linear_kind(device, dtype, config.exact)
+    return linear_kind(device, dtype, config.exact)
+
+
+def _bytes_of_layers(model_config: ModelConfig, dtype: torch.dtype) -> int:
+    """Of all linear layers in ``dtype``, without tables of which a step reads single rows."""
+    names = Names()
+    family_of(model_config).describe(model_config, dtype, names)
+    return sum(p.out_features * p.in_features for p in names.parts if p.role != "embedding") * dtype.itemsize
 
 
 def linears_of(config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype) -> LinearKind:

@@ -31,6 +31,7 @@ from compiled_llm.models.linears.protocol import AroundKind, GroupedLinear, Line
 from compiled_llm.models.linears.quantizing import names
 from compiled_llm.models.registry import family_of
 from compiled_llm.ops import native
+from compiled_llm.ops.linear.compressed_linear import END, CompressedWeight
 
 SLOWER = 0.97  # ratio of speeds from which on a product counts as equally fast: nothing is measured more exactly
 CYCLE_BYTES = 256 << 20  # of weights that are read in turn: more than a processor's caches hold
@@ -272,6 +273,9 @@ def groups_of(plain: Sequence[Layer], quantised: Sequence[Layer]) -> list[Group]
 
 def with_contents(linear: Any) -> Any:
     """The layer with constants in its tensors, which lie where an engine has them."""
+    if isinstance(linear, CompressedWeight):
+        words, tables, exceptions = (native.zeros_on(torch.device("cpu"), t.shape, t.dtype) for t in linear)
+        return CompressedWeight(words.fill_(_CONSTANT), tables.fill_(_CONSTANT), exceptions.fill_(END))
     if isinstance(linear, tuple):
         fields = list(map(with_contents, linear))
         return type(linear)(*fields) if hasattr(linear, "_fields") else tuple(fields)

@@ -48,9 +48,10 @@ class Compressed(NamedTuple):
 
     @staticmethod
     def serves(device: torch.device, dtype: torch.dtype) -> bool:
-        """Where ``Packed`` has tile registers, it is faster with many rows, and has other bits."""
-        has_kernels = native.is_available("compressed_linear_cpu") and native.best_isa() == "avx512_bf16"
-        return device.type == "cpu" and dtype == torch.bfloat16 and has_kernels
+        if device.type != "cpu" or dtype != torch.bfloat16:
+            return False
+        # Where ``Packed`` has tile registers, it is faster with many rows, and has other bits.
+        return native.best_isa() == "avx512_bf16" and native.is_available("compressed_linear_cpu")
 
     @staticmethod
     def is_exact() -> bool:
@@ -59,7 +60,7 @@ class Compressed(NamedTuple):
     @classmethod
     def take(cls, take: Take, parts: Sequence[StoredLinear]) -> "Compressed | Packed":
         out_features, in_features = sum(part.out_features for part in parts), parts[0].in_features
-        if in_features > MOST_INPUTS:
+        if not _can_have(take, in_features):
             return Packed.take(take, parts)
         compressor = Compressor(out_features, in_features, take.device)
         take.rows(weight_shapes(parts), compressor.put)
@@ -117,7 +118,7 @@ class CompressedExperts(NamedTuple):
     ) -> "CompressedExperts | PackedExperts":
         """As ``LinearKind.take_experts``."""
         out_features, in_features = sizes_of(experts[0])
-        if in_features > MOST_INPUTS:
+        if not _can_have(take, in_features):
             return PackedExperts.take(take, experts, top_k)
         compressor = Compressor(out_features, in_features, take.device, len(experts))
 
@@ -127,3 +128,8 @@ class CompressedExperts(NamedTuple):
 
         take.rows(shapes_of_all(experts), put)
         return cls(compressor.finish(), take_biases(take, experts), out_features, in_features, top_k)
+
+
+def _can_have(take: Take, in_features: int) -> bool:
+    """Whether a layer can be compressed: routers, for one, are in float32 whatever the model's dtype."""
+    return take.dtype == torch.bfloat16 and in_features <= MOST_INPUTS

@@ -15,7 +15,7 @@
 namespace {
 
 constexpr int64_t TILE = 16, HALVES = 2, LANES = 4, OUTPUTS = 8, PLACES = 16, WORD_BYTES = 192;
-constexpr int64_t SAMPLES = 256;  // inputs of an output that are counted, about
+constexpr int64_t SAMPLES = 2048;  // inputs of an output that are counted, about: rare bytes count, too
 constexpr uint8_t NONE = 0xff;    // no code of an upper byte
 constexpr int32_t END = 0x7fffffff;
 

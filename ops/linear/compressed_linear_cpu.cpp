@@ -13,7 +13,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <tuple>
 #include <vector>
 
 #include "compressed_linear_cpu_types.h"
@@ -68,15 +67,17 @@ struct Cut {
   int64_t group, block, chunk, ahead;  // ahead: words from a product to the prefetch
   bool expands;  // the first row group keeps its words expanded, for the others
 
-  explicit Cut(const Layer& layer) {
+  Cut(const Layer& layer, int64_t threads) {
     const auto even = [](int64_t rows, int64_t most) {
       const int64_t parts = (rows + most - 1) / most;
       return (rows + parts - 1) / parts;
     };
     group = even(layer.rows, ROWS);
-    block = (even(layer.rows, ROW_BLOCK / group * group) + group - 1) / group * group;
+    // In at least as many blocks as give each thread some pieces, where rows are many.
+    const int64_t blocks = layer.rows <= FEW_ROWS ? 1 : std::max<int64_t>(1, PIECES * threads / layer.w.groups);
+    block = (even(layer.rows, std::min(ROW_BLOCK, (layer.rows + blocks - 1) / blocks)) + group - 1) / group * group;
     // A single row group has two: all words but the last, which fetch those that follow, and the last, which fetch the next.
-    const bool one = layer.rows <= group && layer.w.length > AHEAD;
+    const bool one = layer.rows <= group && layer.w.length >= 2 * AHEAD;
     chunk = one ? layer.w.length - AHEAD : layer.rows <= FEW_ROWS ? FEW_CHUNK : CHUNK;
     ahead = one ? AHEAD : chunk;
     expands = layer.rows > FEW_GROUPS * group;
@@ -137,7 +138,7 @@ void multiply(const Kernels& kernels, const std::vector<Layer>& layers) {
   std::vector<Piece> blocks, pieces;
   for (size_t i = 0; i < layers.size(); ++i) {
     const Layer& layer = layers[i];
-    const Cut& cut = cuts.emplace_back(layer);
+    const Cut& cut = cuts.emplace_back(layer, threads);
     x.push_back(x.back() + layer.rows * length);
     const int64_t step = cut.chunk == CHUNK ? 1 : std::max<int64_t>(1, groups / (PIECES * threads));
     for (int64_t block = 0; block * cut.block < layer.rows; ++block) {

@@ -4,7 +4,7 @@
 // A word of a group becomes four registers, of 16 pairs each: a table of 16 bytes, looked up by a code, has the upper byte of
 // a weight, which is then interleaved with the lower one.
 
-#include <array>
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -118,6 +118,7 @@ TARGET void multiply_words(const Work& work, const Group& group, int64_t first, 
       add_products_of(x, w, sums);
     }
     if (word == end) break;
+    fetch();
     uint32_t pairs[GROUP], *const corrected = EXPAND ? expanded : pairs;
     tables.decode(word, w);
     std::memcpy(corrected, w, sizeof w);

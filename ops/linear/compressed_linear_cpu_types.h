@@ -40,7 +40,7 @@ struct Work {
   int64_t words;
   float* sums;  // [M, GROUP]
   bool first;   // the sums start at zero, and are not read
-  const uint8_t* later;  // words to fetch into L2 meanwhile,
+  const uint8_t* later;  // words to fetch into L1 meanwhile,
   int64_t later_words;   // and how many
 };
 

@@ -1,4 +1,4 @@
-// Rows of activations, and how products of single rows read them.
+// Rows of activations, and their packing for products that take a word of several rows at a time.
 
 #pragma once
 

@@ -142,6 +142,7 @@ TIERS = Checks(
     ("tests/scheduling/test_tiers.py", "tests/battery/test_schedules.py::test_random_schedules_with_tiers"),
     load_torch=False,
 )
+COMPRESSED = Checks(("tests/ops/linear/test_compressed_linear.py",), load_torch=True)
 WHOLE = Checks(("tests/e2e/test_lora_whole.py",), load_torch=True)
 SUSPECTS = Checks(
     ("tests/scheduling/test_suspects.py", "tests/battery/test_schedules.py::test_random_schedules"), load_torch=False
@@ -1050,6 +1051,14 @@ _PLANTED = """
         the embedding of another slot is read
             WholeMatrices.rows: self.weights.flatten(0, 1)[number * vocab_size + ids] =>
                 self.weights.flatten(0, 1)[ids]
+    ops.linear.compressed_linear, COMPRESSED
+        a group that came in parts lacks the last ones
+            Compressor._joined: missing[0] > 0 => missing[0] > 9
+        rows of one expert are those of another
+            Compressor.put: self._joined((expert, group), within, size, part) =>
+                self._joined((0, group), within, size, part)
+        exceptions that have no room are left out
+            Compressor._compress: count < room => True
     worker.request_rows, ADAPTERS
         a row keeps the slot of the request before
             RequestRows._admit: self.adapter_slots[row] = admission.adapter_slot =>

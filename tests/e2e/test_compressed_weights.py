@@ -3,9 +3,13 @@
 import pytest
 import torch
 
-from compiled_llm import CompiledEngine, SamplingParams
-from compiled_llm.models.linears.compressed import Compressed
-from compiled_llm.models.weights import linears
+from compiled_llm import CompiledEngine, EngineConfig, SamplingParams
+from compiled_llm.checkpoint import quantization
+from compiled_llm.checkpoint.quantization import plain_kind
+from compiled_llm.models.config_file import read_config
+from compiled_llm.models.linears.compressed import Compressed, CompressedExperts
+from compiled_llm.models.linears.packed import Packed
+from compiled_llm.models.weights import experts, linears
 from tests.families import checkpoint
 
 PROMPTS = [list(range(3 + i, 12 + 5 * i)) for i in range(7)]
@@ -22,11 +26,24 @@ def test_bits_are_those_of_plain_weights(family: str) -> None:
             model=str(checkpoint(family)), dtype="bfloat16", compress_weights=compress, max_model_len=64,
             bucket_sizes=[1, 8], num_kv_blocks=40, enforce_eager=True,
         ) as engine:  # fmt: skip
-            assert any(isinstance(layer, Compressed) for layer in linears(engine.own_runner.steps.weights)) == compress
+            weights = engine.own_runner.steps.weights
+            assert any(isinstance(layer, Compressed) for layer in linears(weights)) == compress
+            assert all(isinstance(layer, CompressedExperts) == compress for layer in experts(weights))
             params = SamplingParams(max_tokens=9, temperature=0.8, seed=3, logprobs=3, prompt_logprobs=1)
             outputs = engine.generate(PROMPTS, params, use_tqdm=False)
             found.append([(o.prompt_logprobs, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
     assert found[0] == found[1]
+
+
+@pytest.mark.skipif(not SERVES, reason="for CPUs with AVX512-BF16 and without AMX")
+def test_weights_that_stay_in_caches_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, dtype = read_config(checkpoint("llama")), torch.bfloat16
+    of = EngineConfig(), config, torch.device("cpu")
+    assert plain_kind(*of, dtype) is Packed
+    monkeypatch.setattr(quantization, "IN_CACHES", 1000)
+    assert plain_kind(*of, dtype) is Compressed
+    assert plain_kind(*of, torch.float32) is Packed
+    assert plain_kind(EngineConfig(compress_weights=False), *of[1:], dtype) is Packed
 
 
 @pytest.mark.parametrize(("arguments", "given"), [({"dtype": "float32"}, "float32 on cpu")])

@@ -178,6 +178,7 @@ def test_a_start_needs_the_libraries_of_one_set(monkeypatch: pytest.MonkeyPatch)
         pytest.skip("no C++ compiler")
     monkeypatch.setenv("COMPILED_LLM_ISA", "portable")
     assert native.best_isa() == "portable"
+    assert native.load.__wrapped__("compressed_linear_cpu") is None, "no kernels for this set, of which nothing is said"
     assert [library.name for library in native.libraries_of("linear_cpu")] == ["linear_cpu", "linear_cpu.portable"]
     assert native.is_available("linear_cpu")
     names = {library.name for library in shipped()}

@@ -13,8 +13,10 @@ from compiled_llm.__main__ import main
 from compiled_llm.api.config import QUANTIZATIONS, EngineConfig
 from compiled_llm.checkpoint.model_files import DEMO_MODEL
 from compiled_llm.checkpoint.shapes import SHAPES
+from compiled_llm.models.linears.compressed import Compressed
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.linears.protocol import StoredLinear
+from compiled_llm.ops.linear.compressed_linear import empty_compressed
 from compiled_llm.tuning import quantization
 from compiled_llm.tuning.quantization import Cycle, Group, Layer, Measured, Noting, Step
 
@@ -163,6 +165,15 @@ def test_layers_of_constants_compute_as_those_of_a_checkpoint(kind: str) -> None
         assert out.isfinite().all()
         assert (out != 0).all()
         assert min(one.seconds["2 rows"], one.plain_seconds["2 rows"]) > 0
+
+
+def test_compressed_layers_of_constants_compute() -> None:
+    if not Compressed.serves(torch.device("cpu"), torch.bfloat16):
+        pytest.skip("for CPUs with AVX512-BF16 and without AMX")
+    linear = quantization.with_contents(Compressed(empty_compressed(70, 32, torch.device("meta")), None, 70, 32))
+    out = linear.apply(torch.ones(2, 32, dtype=torch.bfloat16))
+    assert out.isfinite().all()
+    assert (out != 0).all()
 
 
 def test_a_large_model_is_measured_by_a_part(monkeypatch: pytest.MonkeyPatch) -> None:

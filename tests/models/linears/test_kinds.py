@@ -98,17 +98,17 @@ def test_compressed_parts_are_one_layer_with_the_bits_of_the_packed_one(bias: bo
     assert [t.shape for t in tensors_of(described)] == [t.shape for t in tensors_of(w)]
 
 
-def test_weights_that_stay_in_caches_are_not_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compressed_layers_serve_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "is_available", lambda op: True)
-    for isa, dtype, device, nbytes, wanted in (
-        ("avx512_bf16", torch.bfloat16, "cpu", kinds.IN_CACHES + 1, True),
-        ("avx512_bf16", torch.bfloat16, "cpu", kinds.IN_CACHES, False),
-        ("avx512_bf16", torch.float32, "cpu", 1 << 30, False),
-        ("avx512_bf16", torch.bfloat16, "cuda", 1 << 30, False),
-        ("amx", torch.bfloat16, "cpu", 1 << 30, False),
+    for isa, dtype, device, wanted in (
+        ("avx512_bf16", torch.bfloat16, "cpu", True),
+        ("avx512_bf16", torch.float32, "cpu", False),
+        ("avx512_bf16", torch.bfloat16, "cuda", False),
+        ("amx", torch.bfloat16, "cpu", False),
+        ("avx512", torch.bfloat16, "cpu", False),
     ):
         monkeypatch.setattr(native, "best_isa", lambda isa=isa: isa)
-        assert kinds.compresses(torch.device(device), dtype, nbytes) == wanted
+        assert Compressed.serves(torch.device(device), dtype) == wanted
 
 
 def test_without_a_compiler_weights_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ from tests.ops.instruction_sets import skip_without
 OP = "compressed_linear_cpu"
 ISA = "avx512_bf16"
 # One row group and several, with words expanded from 25 rows on, other chunks from 65 on, two blocks of rows.
-ROWS = [0, 1, 2, 3, 5, 6, 7, 13, 24, 25, 65, 520]
+ROWS = [0, 1, 2, 3, 4, 5, 6, 7, 13, 24, 25, 64, 65, 516, 517]
 # (out_features, in_features): one of each, less than a tile, whole groups, cut groups, odd K, several chunks of K
-SHAPES = [(1, 1), (17, 20), (64, 64), (100, 77), (130, 300), (192, 259)]
+SHAPES = [(1, 1), (17, 20), (64, 64), (65, 88), (64, 172), (100, 77), (130, 300), (192, 259)]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_weights_take_three_quarters(kernels: native.Kernels) -> None:
     compressed = linear.compress_weight((torch.randn(n, k) * 0.02).bfloat16())
     assert sum(tensor.nbytes for tensor in compressed) < 0.76 * 2 * n * k
     used = (compressed.exceptions > 0) & (compressed.exceptions != linear.END)
-    assert 0 < used.sum() < 5e-4 * n * k
+    assert 0 < used.sum() < 1e-4 * n * k
 
 
 def assert_as_packed(x: Tensor, made: Tensor, bias: Tensor | None) -> None:
@@ -101,8 +101,9 @@ def test_experts_have_the_bits_of_packed_ones(kernels: native.Kernels, by_index:
     n, k, counts = 100, 77, [0, 1, 30, 7, 530, 0]
     made = [weight(n, k) for _ in counts]
     compressor = linear.Compressor(n, k, torch.device("cpu"), len(counts))
-    for expert, each in enumerate(made):
-        compressor.put(0, each, expert)
+    for start in range(0, n, 37):  # of one expert after the other, a part of each
+        for expert, each in enumerate(made):
+            compressor.put(start, each[start : start + 37], expert)
     starts = torch.tensor([2, *(2 + torch.tensor(counts).cumsum(0))], dtype=torch.int32)
     rows = torch.randint(40, (int(starts[-1]) + 1,), dtype=torch.int32) if by_index else None
     x = torch.randn(40 if by_index else int(starts[-1]), k).bfloat16()
