@@ -76,7 +76,7 @@ def step_function(
         if not begins:
             tapped = with_stream(tapped, feedback.hidden.narrow(0, 0, step_input.input_ids.shape[0]))
         if own.kept_rows is not None:
-            reads_all = bool(taps) or feedback.taken is not None or kept is not None
+            reads_all = feedback.taken is not None or (kept is not None and not read.ends_before(weights))
             assert not reads_all, "a drafter reads all rows"
             of_rows = with_last_rows(tapped, own.kept_rows, of_kept)
             hidden = forward(tapped if of_rows is None else of_rows, own, kv_cache, model_config, layers)

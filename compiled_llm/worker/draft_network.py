@@ -181,3 +181,12 @@ class DraftNetwork(NamedTuple):
         """See ``HeadFamily``."""
         family = family_of(self.model_config)
         return family.taps(self.model_config) if isinstance(family, HeadFamily) else ()
+
+    def reads_every_row(self, num_layers: int) -> bool:
+        """Whether it reads of each token what the last of the model's ``num_layers`` gave.
+
+        Medusa heads read that of rows of logits alone, and a head that taps earlier layers none of it.
+        """
+        if not self.has_cache or not isinstance(family_of(self.model_config), HeadFamily):
+            return False
+        return not self.taps or max(self.taps) == num_layers

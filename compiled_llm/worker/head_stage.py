@@ -103,6 +103,9 @@ class MedusaStage(NetworkStage):
     def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
         return DraftStage.run(self, output, bucket, rows, store)
 
+    def _has_all_rows_of(self, output: SchedulerOutput) -> bool:
+        return self._step.has_all(output)
+
     def _arguments(self, known: DraftInput) -> tuple:
         step = self._step
         return self.network.weights, known, step.hidden, step.last_tokens, self.token_ids

@@ -21,6 +21,10 @@ class Taps:
         self._taken: list[Tensor] = []
         self._num_noted = 0  # what ``on`` has let norms of layers note
 
+    def ends_before(self, weights: Any) -> bool:
+        """Whether nothing is read of what the last layer of ``weights`` gives."""
+        return bool(self._layers) and max(self._layers) < len(weights.layers)
+
     def on(self, weights: Any) -> Any:
         """``weights`` that note them. Nothing else is computed, and no number is another one."""
         self._num_noted = sum(number < len(weights.layers) for number in self._layers)

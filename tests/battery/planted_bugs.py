@@ -193,7 +193,7 @@ HEADS = Checks(
     load_torch=True,
 )
 TAGS = Checks(("tests/battery/test_tags.py", "tests/worker/test_step_buffers.py"), load_torch=True)
-LAST_ROWS = Checks(("tests/models/test_last_rows.py",), load_torch=True)
+LAST_ROWS = Checks(("tests/models/test_last_rows.py", "tests/e2e/test_last_rows.py"), load_torch=True)
 POOL_PAGES = Checks(("tests/worker/test_pool_pages.py",), load_torch=True)
 COPIES = Checks(("tests/ops/test_swap.py::test_round_trip[mixed-(2, 3, 7)-cpu]",), load_torch=True)
 BLOCK_COPIES = Checks(("tests/ops/test_swap.py::test_copies_within_the_pool",), load_torch=True)
@@ -570,6 +570,7 @@ _PLANTED = """
     worker.draft_stage, NETWORKS
         prompts are not computed by the drafter
             NetworkStage._catch_up: np.flatnonzero(~has_all).tolist() => ()
+    worker.draft_buffers, NETWORKS
         drafts go on behind the last block of a request
             DraftBuffers.fill: np.minimum(num_blocks * size, self._limits.max_model_len) => self._limits.max_model_len
         drafts have the rows of the requests before
@@ -1172,6 +1173,14 @@ _PLANTED = """
     models.layers.residual, LAST_ROWS
         the sum keeps its first rows
             Residual.keep: ops.rows_at(self.tensor(), rows) => self.tensor()[:len(rows)]
+    worker.head_stage, LAST_ROWS
+        Medusa heads take rows of logits for tokens
+            MedusaStage._has_all_rows_of: self._step.has_all(output) => True
+        Medusa heads take tokens of a scored prompt for rows of logits
+            MedusaStage._has_all_rows_of: self._step.has_all(output) => False
+    worker.draft_network, LAST_ROWS
+        rows are left out that a head reads
+            DraftNetwork.reads_every_row: max(self.taps) == num_layers => False
     models.last_rows, LAST_ROWS
         kept rows have the adapters of other tokens
             with_last_rows: found if slots is None else with_slots(found, slots) => found
