@@ -170,13 +170,16 @@ class DraftCoverage:
         if not self._lacks_some and is_covered.all():
             return
         self._lacks_some = True
-        size = self._size
-        for row, start, end, has_all in zip(rows, starts, ends, is_covered, strict=True):
-            blocks = store.block_table[row, start // size : -(-end // size)]
-            if has_all:
+        size, numbers, last_numbers = self._size, starts // self._size, -(-ends // self._size)
+        lacks = ~is_covered
+        blocks = store.block_table[rows[lacks], numbers[lacks]]  # each of one request, which writes to it
+        self._first_lacking[blocks] = np.minimum(self._first_lacking[blocks], starts[lacks] % size)
+        has_more = is_covered | (last_numbers > numbers + 1)  # most steps write to one block of a request
+        for place in np.flatnonzero(has_more).tolist():
+            blocks = store.block_table[rows[place], numbers[place] : last_numbers[place]]
+            if is_covered[place]:
                 self._first_lacking[blocks] = size
-            elif len(blocks):
-                self._first_lacking[blocks[0]] = min(self._first_lacking[blocks[0]], start % size)
+            else:
                 self._first_lacking[blocks[1:]] = 0
 
     def cover(self, row: int, start: int, end: int, store: RequestRows) -> None:
