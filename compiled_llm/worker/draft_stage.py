@@ -349,20 +349,19 @@ class NetworkStage(DraftStage):
         coverage = self.coverage
         assert coverage is not None, "there is no KV pool yet"
         coverage.begin_step(output, rows, store)
-        starts, counts, samples = (
-            np.array(column, dtype=np.int64)
-            for column in (output.num_computed_tokens, output.num_scheduled_tokens, output.num_samples)
-        )
-        # A token that the device alone knew is not there any more.
-        is_known = np.array(output.feedback) < 0
+        starts = np.array(output.num_computed_tokens, dtype=np.int64)
+        step_ends = starts + np.array(output.num_scheduled_tokens, dtype=np.int64)
         is_covered = np.zeros(len(rows), dtype=bool)
         drafts: Drafts | None = None
         if output.drafts_next:
+            samples = np.array(output.num_samples, dtype=np.int64)
+            # A token that the device alone knew is not there any more.
+            is_known = np.array(output.feedback) < 0
             # ``draft`` computes the last token itself, and drafts of it have been.
-            ends = np.where(is_known, starts + counts - samples, starts)
+            ends = np.where(is_known, step_ends - samples, starts)
             is_covered = self._catch_up(rows, starts, ends, ends + (samples > 0) * is_known, store) & is_known
             drafts = self._draft(np.flatnonzero(is_covered & (samples > 0)), output, rows, store)
-        coverage.end_step(rows, starts, starts + counts, is_covered, store)
+        coverage.end_step(rows, starts, step_ends, is_covered, store)
         return drafts
 
     def move_blocks(self, output: SchedulerOutput) -> None:

@@ -558,13 +558,13 @@ _PLANTED = """
         a prefix that the drafter lacks is taken for computed
             DraftCoverage.num_covered: np.where(lacks.any(1), found, starts) => starts
         a step without the drafter leaves no gap
-            DraftCoverage.end_step: self._first_lacking[blocks[1:]] = 0 =>
+            DraftCoverage.end_step: first_lacking[table[row, first + 1 : last]] = 0 =>
         what the drafter lacks of a block is lost on the way to the host
             DraftCoverage._move: move(output.swapped_out, device, host) =>
         what the drafter lacks of a copied block is not known
             DraftCoverage._move: move(output.copies, device, device) =>
         a token that the device alone knew is computed as token 0
-            DraftCoverage.begin_step: token_ids[ends[is_taken] - 1] = UNKNOWN =>
+            DraftCoverage.begin_step: self._token_ids[row, end - 1] = UNKNOWN =>
         steps that do not follow one another are entered as one
             _follows: output.num_computed_tokens[0] == last.num_computed_tokens[0] + 1 => True
         a token that the device alone knew stays unknown
