@@ -21,11 +21,11 @@ from compiled_llm.compiling.keys import Fields
 from compiled_llm.compiling.parallel import build_missing
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.draft_heads.family import HeadFamily
 from compiled_llm.models.inputs import FeatureCache, HiddenCache, KVCache, StepInput
+from compiled_llm.models.last_rows import last_layers
 from compiled_llm.models.linears.adapted import without_adapters
 from compiled_llm.models.linears.vocabulary import shared_head
-from compiled_llm.models.registry import attention_layers, family_of, layers_of
+from compiled_llm.models.registry import attention_layers, layers_of
 from compiled_llm.models.stages import is_last
 from compiled_llm.models.weights import tensors, used_experts
 from compiled_llm.ops import native
@@ -121,8 +121,8 @@ class CompiledSteps:
         self._taps = () if drafter is None else drafter[0].taps
         self._keeps_hidden = drafter is not None and bool(drafter[1]) and isinstance(drafter[1][-1], HiddenCache)
         self.keeps_all_rows = False
-        reads_hidden = drafter is not None and isinstance(family_of(drafter[0].model_config), HeadFamily)
-        self._keeps_rows = is_last(model_config) and not (pads or reads_hidden)
+        self._keeps_last_layer = drafter is not None and drafter[0].keeps_last_layer(model_config.num_layers)
+        self._keeps_rows = is_last(model_config) and not (pads or self._needs_all_rows)
         of_all: tuple[Any, ...] = limits, device, self._windows, self.tables, self.uses_trees, pads, self._keeps_rows
         self.buffers = {bucket: StepBuffers(bucket, *of_all) for bucket in self.buckets}
         num_rows = max(bucket.num_rows for bucket in self.buckets)
@@ -178,7 +178,9 @@ class CompiledSteps:
         shared: dict[str, Any] = {"tables": self.tables, "exact": self._exact_attention}
         if drafter is not None:
             slots = {bucket: buffers.step_input.slot_mapping for bucket, buffers in self.buffers.items()}
-            step = StepOutputs(self.last_tokens, self.hidden if self.taken is None else self.taken, slots)
+            hidden = self.hidden if self.taken is None else self.taken
+            known = hidden.shape[1] * (len(self._taps) - 1) if self._keeps_last_layer and self._keeps_rows else None
+            step = StepOutputs(self.last_tokens, hidden, slots, self._has_all_rows_of, known)
             shared |= {"vocab_size": self.model_config.vocab_size, "kv_cache": drafter[1], "step": step}
             return network_stage(drafter[0], *of_all, **shared)
         num_layers = num_draft_layers(self._config.speculation, self.model_config)
@@ -198,9 +200,21 @@ class CompiledSteps:
         return sum(pieces) + tables + self.sampling.nbytes + self.last_tokens.nbytes + self.hidden.nbytes + taken
 
     @property
+    def _needs_all_rows(self) -> bool:
+        """Whether what drafts has no use for rows without what the last layer gives.
+
+        A head that reads other layers, too, drafts as well where that counts as zeros in tokens of prompts.
+        """
+        return self._keeps_last_layer and (len(self._taps) < 2 or last_layers(self.weights) is None)
+
+    @property
     def has_all_rows(self) -> bool:
         """Whether ``hidden`` has all tokens of each step."""
         return self.keeps_all_rows or not self._keeps_rows
+
+    def _has_all_rows_of(self, output: SchedulerOutput) -> bool:
+        """Whether ``hidden`` has all tokens of this step; else those alone whose logits it computes."""
+        return self.has_all_rows or bool(output.prompt_targets)
 
     @property
     def unwritten_bytes(self) -> int:
@@ -476,8 +490,7 @@ class CompiledSteps:
         """Write a step. Returns the rows ``[R]`` int64 of its requests in ``store``, and the number of logits rows."""
         rows = store.update(output)
         self._slot = 1 - self._slot
-        keeps_all = self.keeps_all_rows or bool(output.prompt_targets)
-        return rows, self.buffers[bucket].fill(output, rows, store, self._slot, keeps_all=keeps_all)
+        return rows, self.buffers[bucket].fill(output, rows, store, self._slot, keeps_all=self._has_all_rows_of(output))
 
     def step_arguments(self, bucket: Bucket) -> tuple[Any, StepInput, KVCache, Feedback]:
         """What the compiled step of ``bucket`` is called with, each time."""

@@ -90,17 +90,20 @@ class DraftCoverage:
             self._token_ids[store.row_of(admission.request_id), : len(known)] = known
         self._move_tokens(output.moved_keys, store)
         self.move_blocks(output)
-        counts = np.array(output.num_scheduled_tokens, dtype=np.int64)
-        starts, ends = np.array(output.num_computed_tokens, dtype=np.int64), counts.cumsum()
-        positions = np.arange(output.num_tokens) + np.repeat(starts - (ends - counts), counts)
-        token_ids = np.array(output.token_ids, dtype=np.int32)
-        feedback = np.array(output.feedback)
         for place, _ in output.trees:
-            self._trees.append((int(rows[place]), int(starts[place]), int(starts[place] + counts[place])))
-        is_taken = feedback >= 0
-        token_ids[ends[is_taken] - 1] = UNKNOWN
-        self._token_ids[np.repeat(rows, counts), positions] = token_ids
-        self._taken = (rows[is_taken], positions[ends[is_taken] - 1], feedback[is_taken]) if is_taken.any() else None
+            start = output.num_computed_tokens[place]
+            self._trees.append((int(rows[place]), start, start + output.num_scheduled_tokens[place]))
+        # Request by request, as in ``end_step``: for few of them that takes less than calls for all at once.
+        taken, at = list[tuple[int, int, int]](), 0
+        columns = output.num_computed_tokens, output.num_scheduled_tokens, output.feedback
+        for row, start, count, source in zip(rows.tolist(), *columns, strict=True):
+            end = start + count
+            self._token_ids[row, start:end] = output.token_ids[at : at + count]
+            at += count
+            if source >= 0:
+                self._token_ids[row, end - 1] = UNKNOWN
+                taken.append((row, end - 1, source))
+        self._taken = tuple(np.array(taken, dtype=np.int64).T) if taken else None
 
     def _move_tokens(self, moved_keys: Sequence[tuple[int, int]], store: RequestRows) -> None:
         """Tokens of trees go where their keys go: see ``SchedulerOutput``."""
@@ -170,14 +173,17 @@ class DraftCoverage:
         if not self._lacks_some and is_covered.all():
             return
         self._lacks_some = True
-        size = self._size
-        for row, start, end, has_all in zip(rows, starts, ends, is_covered, strict=True):
-            blocks = store.block_table[row, start // size : -(-end // size)]
+        size, table, first_lacking = self._size, store.block_table, self._first_lacking
+        columns = (column.tolist() for column in (rows, starts, ends, is_covered))
+        for row, start, end, has_all in zip(*columns, strict=True):
+            first, last = start // size, -(-end // size)
             if has_all:
-                self._first_lacking[blocks] = size
-            elif len(blocks):
-                self._first_lacking[blocks[0]] = min(self._first_lacking[blocks[0]], start % size)
-                self._first_lacking[blocks[1:]] = 0
+                first_lacking[table[row, first:last]] = size
+                continue
+            block = table[row, first]
+            first_lacking[block] = min(first_lacking[block], start % size)
+            if last > first + 1:
+                first_lacking[table[row, first + 1 : last]] = 0
 
     def cover(self, row: int, start: int, end: int, store: RequestRows) -> None:
         """The drafter has tokens ``start..end - 1`` more of the request in ``row``."""

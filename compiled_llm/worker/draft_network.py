@@ -181,3 +181,12 @@ class DraftNetwork(NamedTuple):
         """See ``HeadFamily``."""
         family = family_of(self.model_config)
         return family.taps(self.model_config) if isinstance(family, HeadFamily) else ()
+
+    def keeps_last_layer(self, num_layers: int) -> bool:
+        """Whether it keeps of tokens what the last of the model's ``num_layers`` gave.
+
+        Medusa heads keep nothing, and a head that taps earlier layers none of that.
+        """
+        if not self.has_cache or not isinstance(family_of(self.model_config), HeadFamily):
+            return False
+        return not self.taps or max(self.taps) == num_layers

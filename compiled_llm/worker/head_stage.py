@@ -1,7 +1,7 @@
 """HeadStage: a ``NetworkStage`` of a network that reads the model's hidden states (``step/head_drafting.py``)."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -36,13 +36,13 @@ def network_stage(network: DraftNetwork, *arguments: Any, **others: Any) -> Netw
 class HeadStage(NetworkStage):
     """Keeps the features of all tokens of each step, whether it drafts or not.
 
-    Where its cache has what features are made of (``HiddenCache``), the step itself has left that there.
+    Where its cache has what features are made of (``HiddenCache``), the step itself has left that there: what the last
+    layer gave of tokens with logits alone. For ``draft_prompt``, which computes others, that counts as zeros.
 
     A row that is said to be covered is that of a token and the one after it: see ``HeadCoverage``.
     """
 
     _draft_function = staticmethod(draft_head_function)
-    _prompt_function = staticmethod(head_prompt_function)
     _numbers_rows = True
 
     @functools.cached_property
@@ -77,6 +77,10 @@ class HeadStage(NetworkStage):
             yield Part(self._features_name(bucket), recipe, functools.partial(self._feature_arguments, bucket), 0)
         yield from super()._parts()
 
+    def _prompt_recipe(self, most: int) -> Callable[[], Callable]:
+        config, known = self.network.model_config, self._step.num_known
+        return functools.partial(head_prompt_function, config, most, self._exact, known)
+
     def _features_name(self, bucket: Bucket) -> str:
         return "draft_features" if self._one_for_all else f"draft_features_{bucket.name}"
 
@@ -102,6 +106,9 @@ class MedusaStage(NetworkStage):
 
     def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
         return DraftStage.run(self, output, bucket, rows, store)
+
+    def _has_all_rows_of(self, output: SchedulerOutput) -> bool:
+        return self._step.has_all(output)
 
     def _arguments(self, known: DraftInput) -> tuple:
         step = self._step

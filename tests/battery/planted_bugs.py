@@ -194,7 +194,7 @@ HEADS = Checks(
     load_torch=True,
 )
 TAGS = Checks(("tests/battery/test_tags.py", "tests/worker/test_step_buffers.py"), load_torch=True)
-LAST_ROWS = Checks(("tests/models/test_last_rows.py",), load_torch=True)
+LAST_ROWS = Checks(("tests/models/test_last_rows.py", "tests/e2e/test_last_rows.py"), load_torch=True)
 POOL_PAGES = Checks(("tests/worker/test_pool_pages.py",), load_torch=True)
 COPIES = Checks(("tests/ops/test_swap.py::test_round_trip[mixed-(2, 3, 7)-cpu]",), load_torch=True)
 BLOCK_COPIES = Checks(("tests/ops/test_swap.py::test_copies_within_the_pool",), load_torch=True)
@@ -526,6 +526,8 @@ _PLANTED = """
     step.head_drafting, HEADS
         a feature is that of the token after
             _features_at: slots % size => (slots + 1) % size
+        what the last layer gave of tokens before is read where it gave nothing
+            head_prompt_function: features_reader(model_config, num_known) => features_reader(model_config)
         hidden states are taken for features
             _features_at: made_of(weights, rows, model_config) => rows[:, : rows.shape[1] // 3]
         drafts that were right are not computed anew
@@ -557,13 +559,13 @@ _PLANTED = """
         a prefix that the drafter lacks is taken for computed
             DraftCoverage.num_covered: np.where(lacks.any(1), found, starts) => starts
         a step without the drafter leaves no gap
-            DraftCoverage.end_step: self._first_lacking[blocks[1:]] = 0 =>
+            DraftCoverage.end_step: first_lacking[table[row, first + 1 : last]] = 0 =>
         what the drafter lacks of a block is lost on the way to the host
             DraftCoverage._move: move(output.swapped_out, device, host) =>
         what the drafter lacks of a copied block is not known
             DraftCoverage._move: move(output.copies, device, device) =>
         a token that the device alone knew is computed as token 0
-            DraftCoverage.begin_step: token_ids[ends[is_taken] - 1] = UNKNOWN =>
+            DraftCoverage.begin_step: self._token_ids[row, end - 1] = UNKNOWN =>
         steps that do not follow one another are entered as one
             _follows: output.num_computed_tokens[0] == last.num_computed_tokens[0] + 1 => True
         a token that the device alone knew stays unknown
@@ -571,6 +573,7 @@ _PLANTED = """
     worker.draft_stage, NETWORKS
         prompts are not computed by the drafter
             NetworkStage._catch_up: np.flatnonzero(~has_all).tolist() => ()
+    worker.draft_buffers, NETWORKS
         drafts go on behind the last block of a request
             DraftBuffers.fill: np.minimum(num_blocks * size, self._limits.max_model_len) => self._limits.max_model_len
         drafts have the rows of the requests before
@@ -1181,6 +1184,14 @@ _PLANTED = """
     models.layers.residual, LAST_ROWS
         the sum keeps its first rows
             Residual.keep: ops.rows_at(self.tensor(), rows) => self.tensor()[:len(rows)]
+    worker.head_stage, LAST_ROWS
+        Medusa heads take rows of logits for tokens
+            MedusaStage._has_all_rows_of: self._step.has_all(output) => True
+        Medusa heads take tokens of a scored prompt for rows of logits
+            MedusaStage._has_all_rows_of: self._step.has_all(output) => False
+    worker.draft_network, HEADS
+        what the last layer gave of some tokens is taken for known of all
+            DraftNetwork.keeps_last_layer: max(self.taps) == num_layers => False
     models.last_rows, LAST_ROWS
         kept rows have the adapters of other tokens
             with_last_rows: found if slots is None else with_slots(found, slots) => found

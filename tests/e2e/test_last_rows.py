@@ -1,12 +1,18 @@
 """Behind the last attention an engine on a CPU computes the rows alone whose logits it wants: counted, and equal."""
 
+import json
+import shutil
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm.checkpoint.model_files import DEMO_MODEL
+from tests.drafting_networks import record_drafts
 
 PROMPT, OTHER = list(range(20, 60)), list(range(300, 311))
 
@@ -75,3 +81,71 @@ def test_results_are_those_of_all_rows(engine: CompiledEngine) -> None:
         assert results([PROMPT], [plain]) + results([OTHER], [scored]) == alone
     finally:
         steps.keeps_all_rows = False
+
+
+def head_of(taps: list[int], directory: Path) -> str:
+    """The bundled EAGLE-3 head, which reads these of the four layers' inputs; 4: what the last gives."""
+    bundled = Path(DEMO_MODEL).with_name("demo_drafters") / "eagle3"
+    shutil.copytree(bundled, directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": taps}))
+    return str(directory)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "medusa tree", "eagle3 of earlier layers"])
+def test_heads_draft_the_same_behind_rows_of_logits(kind: str, tmp_path: Path) -> None:
+    """Behind prompts, drafts that were right and wrong, and a prompt that is scored, which needs all rows."""
+    config: dict[str, Any] = {"method": kind.split()[0], "num_speculative_tokens": 3, "adaptive": False}
+    config["model"] = str(Path(DEMO_MODEL).with_name("demo_drafters") / "medusa")
+    if config["method"] == "eagle3":
+        config["model"] = head_of([1, 2, 3], tmp_path / "head")
+    if kind.endswith("tree"):
+        config |= {"speculative_token_tree": "auto", "num_speculative_tokens": 5}
+    engine = CompiledEngine(max_model_len=128, bucket_sizes=[1, 4], enforce_eager=True, speculative_config=config)
+    with engine:
+        steps = engine.own_runner.steps
+        rows = rows_of(engine, SamplingParams(max_tokens=1, temperature=0))
+        count = steps.model_config.num_layers
+        assert rows == {40: 4 * count - 3, 1: 4}
+        found = record_drafts(engine)
+        plain = [SamplingParams(max_tokens=12, seed=seed, ignore_eos=True, temperature=0.5) for seed in (5, 6)]
+        scored = SamplingParams(max_tokens=9, temperature=0, seed=7, prompt_logprobs=0, ignore_eos=True)
+        drafts = []
+        for keeps_all in (False, True):
+            steps.keeps_all_rows = keeps_all
+            engine.reset_prefix_cache()
+            engine.generate([PROMPT, OTHER], plain, use_tqdm=False)
+            engine.generate([PROMPT[7:], OTHER[1:]], [plain[0], scored], use_tqdm=False)
+            drafts.append({(one.token_ids, one.seed): one.drafts for one in found})
+            found.clear()
+        assert engine.stats().num_accepted_draft_tokens > 8
+    both = drafts[0].keys() & drafts[1].keys()  # of a tree, the nodes that are verified follow from those before
+    assert [drafts[0][key] for key in both] == [drafts[1][key] for key in both]
+    assert len(both) > 12
+
+
+@pytest.mark.parametrize(("taps", "num_known"), [([2, 3, 4], 512), ([1, 2, 3], 768)])
+def test_a_head_keeps_what_the_last_layer_gives_of_rows_of_logits(
+    taps: list[int], num_known: int, tmp_path: Path
+) -> None:
+    """Of a prompt's last token and those after it; of the others it keeps what earlier layers read."""
+    config = {"method": "eagle3", "model": head_of(taps, tmp_path / "head")}
+    prompts = [PROMPT, OTHER]
+    params = SamplingParams(max_tokens=9, seed=5, ignore_eos=True, num_speculative_tokens=0)
+    found = list[Any]()
+    for keeps_all in (False, True):
+        engine = CompiledEngine(max_model_len=128, bucket_sizes=[1, 4], enforce_eager=True, speculative_config=config)
+        with engine:
+            steps = engine.own_runner.steps
+            steps.keeps_all_rows = keeps_all
+            assert steps.drafting is not None
+            (hidden,) = steps.drafting.kv_cache[-1]
+            hidden[1:] = 3.0  # what was never written
+            engine.generate(prompts, params, use_tqdm=False)
+            found.append(hidden[1:].flatten(0, 1).clone())
+    some, every = (rows[(rows != 3.0).any(1)] for rows in found)
+    assert len(some) == len(every) == sum(len(prompt) + 8 for prompt in prompts)
+    is_left = (some[:, num_known:] == 3.0).all(1) if num_known < 768 else torch.zeros(len(some), dtype=torch.bool)
+    assert is_left.sum() == (num_known < 768) * sum(len(prompt) - 1 for prompt in prompts)
+    every[is_left, num_known:] = 3.0
+    assert some.equal(every)
