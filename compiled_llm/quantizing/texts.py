@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.api.config import EngineConfig
-from compiled_llm.checkpoint.model_files import DEMO_MODEL, checkpoint_directory
+from compiled_llm.checkpoint.model_files import DEMO_MODEL, checkpoint_directory, load_tokenizer
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.text.tokenizer import Tokenizer
 
@@ -73,7 +73,8 @@ class Text(NamedTuple):
         length = self.window or min(longest, self.most_window)
         if length > longest:
             raise ValueError(f"--window must be at most the model's length, {longest}, given {length}")
-        tokenizer = Tokenizer(checkpoint_directory(engine))
+        directory = checkpoint_directory(engine)
+        tokenizer = load_tokenizer(engine, directory) or Tokenizer(directory)
         documents, count, before = [], 0, tokenizer.prefix_ids
         if length - next_inside < len(before):
             raise ValueError(
