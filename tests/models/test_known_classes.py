@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import transformers
 
-from compiled_llm.models import known_classes
+from compiled_llm.models import config_file, known_classes
 from compiled_llm.models.architecture_name import language_model, with_architecture
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_fields import class_parameters
@@ -20,7 +20,8 @@ from tests.battery.config_mutations import CONFIGS, mutated, mutations
 from tests.models.published_configs import PUBLISHED
 
 CLASSES = sorted({family(architecture).hf_config for architecture in ARCHITECTURES})
-LLAMA = {"architectures": ["LlamaForCausalLM"], **CONFIGS["llama"][1]}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+LLAMA = {"architectures": ["LlamaForCausalLM"], **CONFIGS["llama"][1], "rope_parameters": PLAIN_ROPE}
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +79,8 @@ def test_published_configs_are_read_alike() -> None:
 def test_spoilt_configs_are_read_alike_or_left_to_the_class(model: str, battery_counts: Counter[str]) -> None:
     for mutation in mutations(model):
         config = mutated(mutation)
+        if "rope_parameters" not in mutation.path:
+            config.setdefault("rope_parameters", dict(PLAIN_ROPE))
         try:
             own = by_table(config)
         except (NotKnown, ValueError):
@@ -111,6 +114,40 @@ def test_one_field_that_the_class_acts_on(changes: dict[str, Any]) -> None:
         except ValueError as error:
             outcomes.append(f"{error}")
     assert outcomes[0] == outcomes[1]
+
+
+# What the table needs besides, of models whose small configs leave it to their classes.
+KNOWN_OF: dict[str, dict[str, Any]] = {
+    "glm": {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.5}},
+    "gemma2": {"layer_types": ["full_attention"] * CONFIGS["gemma2"][1]["num_hidden_layers"]},
+    "qwen3": {"sliding_window": None},
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("llama", {"hidden_size": 66, "head_dim": 16}),  # no multiple of the heads
+        ("llama", {"rms_norm_eps": 1}),
+        ("llama", {"initializer_range": 2.0}),
+        ("llama", {"partial_rotary_factor": 1}),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 4}),
+        ("gemma3", {"use_bidirectional_attention": True}),
+        ("gemma2", {"layer_types": None}),
+        ("gemma2", {"layer_types": ["full_attention"] * 5}),
+        ("glm", {"rope_parameters": PLAIN_ROPE}),
+    ],
+)
+def test_what_only_the_class_can_say(model: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table does not guess it."""
+    monkeypatch.setattr(config_file, "ignored_fields", lambda *args: [])  # which refuses some of these before
+    plain = {"architectures": [CONFIGS[model][0]], "rope_parameters": PLAIN_ROPE, **CONFIGS[model][1]}
+    by_table({**plain, **KNOWN_OF.get(model, {})})
+    config = {**plain, **KNOWN_OF.get(model, {}), **changes}
+    with pytest.raises(NotKnown):
+        by_table(config)
 
 
 def test_another_version_of_transformers_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> None:
