@@ -16,35 +16,44 @@ Each field is one of these, looked up in this order:
 import copy
 import dataclasses
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_values import MOST
 from compiled_llm.models.family import Family
+from compiled_llm.models.known_classes import KnownClass
 from compiled_llm.models.registry import SUPPORTED
 
 # Read here, or of no effect: transformers' class is not asked about them.
-_LEFT_OUT = {"architectures", "dtype", "model_type", "quantization_config", "torch_dtype", "transformers_version"}
-_LEFT_OUT |= {"gguf_layout"}
+LEFT_OUT = {"architectures", "dtype", "model_type", "quantization_config", "torch_dtype", "transformers_version"}
+LEFT_OUT |= {"gguf_layout"}
 
 
-def class_parameters(config_class: type) -> dict[str, Any]:
-    """Name -> default of every field that transformers' config class takes."""
+def class_parameters(config_class: Any) -> Mapping[str, Any]:
+    """Name -> default of every field that transformers' config class, or a ``KnownClass``, takes."""
+    if isinstance(config_class, KnownClass):
+        return config_class.parameters
     parameters = inspect.signature(config_class).parameters.values()
     return {p.name: p.default for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
 
 
-def rope_names(config_class: type) -> set[str]:
+def rope_names(config_class: Any) -> set[str]:
     """Fields of rotary embeddings that the class puts into ``rope_parameters``, if it has these."""
     others = {"original_max_position_embeddings", "partial_rotary_factor", "rope_scaling", "rope_theta"}
     return others if "rope_parameters" in class_parameters(config_class) else set()
 
 
 def check_types(config: dict[str, Any], config_class: Any) -> None:
-    """``ValueError`` for a field of a parsed ``config.json`` whose value has not the type that the class declares."""
+    """``ValueError`` for a field of a parsed ``config.json`` whose value has not the type that the class declares.
+
+    ``NotKnown`` where a ``KnownClass`` cannot say whether it has.
+    """
+    if isinstance(config_class, KnownClass):
+        config_class.check_types(config)
+        return
     declared = config_class.__dataclass_fields__
-    for name in config.keys() & config_class.__validators__.keys() - _LEFT_OUT:
+    for name in config.keys() & config_class.__validators__.keys() - LEFT_OUT:
         for validate in config_class.__validators__[name]:
             try:
                 validate(config[name])
@@ -67,8 +76,11 @@ def filled(config: dict[str, Any], config_class: Any, others: Collection[str]) -
     Raises:
         ValueError: the class cannot make sense of the fields; the message names those that it would do without,
             or all where it is not one alone.
+        NotKnown: of a ``KnownClass``.
     """
-    names = (class_parameters(config_class).keys() | set(others)) - _LEFT_OUT
+    if isinstance(config_class, KnownClass):
+        return config_class.filled(config, others)
+    names = (class_parameters(config_class).keys() | set(others)) - LEFT_OUT
     given = {name: config[name] for name in config.keys() & names}
     if given.get("rope_scaling", ...) is None:  # which is how older versions wrote that there is none
         del given["rope_scaling"]
@@ -229,7 +241,7 @@ def used_names(family: Family, config_class: Any) -> set[str]:
     return (names | renamed) & known | set(family.old_fields)
 
 
-def ignored_fields(config: dict[str, Any], family: Family, config_class: type) -> list[str]:
+def ignored_fields(config: dict[str, Any], family: Family, config_class: Any) -> list[str]:
     """The fields that transformers ignores.
 
     Raises:
@@ -256,7 +268,7 @@ def ignored_fields(config: dict[str, Any], family: Family, config_class: type) -
     return sorted(ignored)
 
 
-def _check_sliding_window(config: dict[str, Any], known: dict[str, Any]) -> None:
+def _check_sliding_window(config: dict[str, Any], known: Mapping[str, Any]) -> None:
     """A window matters unless it is switched off, or no shorter than any text."""
     window, longest = config["sliding_window"], config.get("max_position_embeddings", known["max_position_embeddings"])
     # Where the class has no switch, the window alone is one.

@@ -31,6 +31,7 @@ from compiled_llm.models.config_values import (
 from compiled_llm.models.fallback.config import TransformersConfig
 from compiled_llm.models.family import Family
 from compiled_llm.models.files import read_json, read_optional_json
+from compiled_llm.models.known_classes import NotKnown, known_class
 from compiled_llm.models.quantized import plan
 from compiled_llm.models.registry import SUPPORTED, family, has_own_file
 from compiled_llm.models.rope_config import checked_ropes
@@ -61,7 +62,7 @@ def read_config(directory: Path, model_impl: str = "auto", dtype: str = "auto") 
         return _through_transformers(directory, config, generation, dtype)
     made = parse_config(config, generation)
     model = family(made.architecture)
-    config_class = _config_class(model)
+    config_class = known_class(model.hf_config) or _config_class(model)
     ignored = ignored_fields(by_own_names(config, config_class), model, config_class)
     if ignored:
         shown = f"{', '.join(ignored):.1000}"
@@ -89,9 +90,21 @@ def _through_transformers(
 def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
     """The same from parsed JSON, without the warning. Fields that are left out take transformers' defaults."""
     config = language_model(with_architecture(config))
+    model = family(config["architectures"][0])
+    known = known_class(model.hf_config)
+    if known is not None:
+        try:
+            return parsed_by(config, generation, model, known)
+        except (NotKnown, ValueError):  # transformers' class knows, and words what is wrong
+            pass
+    return parsed_by(config, generation, model, _config_class(model))
+
+
+def parsed_by(
+    config: dict[str, Any], generation: dict[str, Any] | None, model: Family, config_class: Any
+) -> ModelConfig:
+    """By transformers' class, or what is known of it; ``NotKnown`` where that is too little."""
     (architecture,) = config["architectures"]
-    model = family(architecture)
-    config_class = _config_class(model)
     model_type = config.get("model_type", config_class.model_type)
     if model_type != config_class.model_type:
         raise ValueError(
@@ -144,7 +157,7 @@ def _own_fields(model: Family, full: Any, sizes: dict[str, Any]) -> dict[str, An
     return values
 
 
-def _epsilon(value: Any, config_class: type) -> float:
+def _epsilon(value: Any, config_class: Any) -> float:
     """That of norms, which families name in many ways."""
     names = [name for name in class_parameters(config_class) if name.endswith(("_eps", "epsilon"))]
     if isinstance(value, bool) or not 0 <= value < math.inf:

@@ -37,7 +37,11 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     The tests of a file run in one process and in their order, so that they share the file's fixtures.
     """
     option = config.option
-    if _IS_WORKER or not config.pluginmanager.hasplugin("xdist") or option.numprocesses is not None or option.tx:
+    if _IS_WORKER or not config.pluginmanager.hasplugin("xdist"):
+        return
+    if option.numprocesses is not None or option.tx:
+        if option.numprocesses != 0:
+            _spare_cores()
         return
     paths = [Path(arg.split("::")[0]) for arg in config.args]
     is_one_file = len(paths) == 1 and paths[0].is_file()
@@ -45,11 +49,15 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         return
     option.numprocesses, option.dist = num_processes(), "loadfile"
     option.loadscopereorder = False  # as pytest_collection_modifyitems orders them
-    # Read by the processes that xdist starts: one thread each, which does not spin while it waits for a core.
-    for name, value in (("OMP_NUM_THREADS", "1"), ("OMP_WAIT_POLICY", "passive"), ("GOMP_SPINCOUNT", "0")):
-        os.environ.setdefault(name, value)
+    _spare_cores()
     if any((path / "ops").is_dir() for path in paths):  # all rooms
         build_kernels(every_set="battery" in option.markexpr)
+
+
+def _spare_cores() -> None:
+    """Read by the processes that xdist starts: one thread each, which does not spin while it waits for a core."""
+    for name, value in (("OMP_NUM_THREADS", "1"), ("OMP_WAIT_POLICY", "passive"), ("GOMP_SPINCOUNT", "0")):
+        os.environ.setdefault(name, value)
 
 
 def pytest_configure(config: pytest.Config) -> None:

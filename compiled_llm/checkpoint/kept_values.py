@@ -24,7 +24,7 @@ from compiled_llm.ops.user_warnings import warn
 from compiled_llm.system.whole_files import write_whole
 
 _PACKAGE = Path(__file__).parents[1]
-_SOURCES = ("models/*.py", "models/fallback/*.py", "text/*.py")  # what reads the files
+_SOURCES = ("models/*.py", "models/*.json", "models/fallback/*.py", "text/*.py")  # what reads the files
 _READERS = ("tokenizers", "torch", "transformers")
 _UNUSED_SECONDS = 30 * 24 * 3600
 

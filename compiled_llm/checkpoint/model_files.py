@@ -6,13 +6,13 @@ import re
 from pathlib import Path
 
 from compiled_llm.api.config import EngineConfig
-from compiled_llm.checkpoint.gguf.directory import directory_of, is_gguf
+from compiled_llm.checkpoint.gguf.directory import directory_of, has_index, is_gguf
 from compiled_llm.checkpoint.kept_values import kept
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
 from compiled_llm.text.tokenizer import Tokenizer
 from compiled_llm.text.tokenizer_files import files_of
-from compiled_llm.text.tokenizer_parts import read_parts
+from compiled_llm.text.tokenizer_parts import TokenizerParts, read_parts
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 
@@ -48,7 +48,12 @@ def load_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
         return None
     if config.tokenizer is not None:
         directory = model_directory(config.tokenizer, config.tokenizer_revision, "tokenizer")
-    return Tokenizer(directory, kept("tokenizer", files_of(directory), lambda: read_parts(directory)))
+    return Tokenizer(directory, kept("tokenizer", files_of(directory), lambda: _tokenizer_parts(directory)))
+
+
+def _tokenizer_parts(directory: Path) -> TokenizerParts:
+    """Of a GGUF file all files are our own, for transformers' general class, which changes nothing."""
+    return read_parts(directory, compare=not has_index(directory))
 
 
 def with_end_of_text(config: ModelConfig, tokenizer: Tokenizer) -> tuple[ModelConfig, list[str]]:

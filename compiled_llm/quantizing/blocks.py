@@ -75,22 +75,27 @@ class BlockModel:
         for window in windows:
             first: list[Tensor] = []
             of_blocks: list[BlockCall] = []
-            self._run(window, lambda x, call, first=first, made=of_blocks: (first.append(x), made.append(call), x)[2])
+            self._run(
+                self.model.base_model,  # without the head, whose logits may take longer than all blocks
+                window,
+                lambda x, call, first=first, made=of_blocks: (first.append(x), made.append(call), x)[2],
+            )
             hidden.append(first[0])
             calls.setdefault(len(window), of_blocks)
         return hidden, calls
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits ``[T, V]`` of what the last block gave, ``[1, T, D]``."""
-        return self._run(torch.zeros(hidden.shape[1], dtype=torch.long), lambda x, call: hidden)
+        window = torch.zeros(hidden.shape[1], dtype=torch.long)
+        return self._run(self.model, window, lambda x, call: hidden).logits[0]
 
-    def _run(self, window: Tensor, forward: Any) -> Tensor:
-        """The model over a window, with ``forward(hidden, call)`` in the place of each block."""
+    def _run(self, model: nn.Module, window: Tensor, forward: Any) -> Any:
+        """What a model gives for a window, with ``forward(hidden, call)`` in the place of each block."""
         for block in self.blocks:
             block.forward = lambda x, *args, **kwargs: forward(x, BlockCall(args, kwargs))
         try:
             with torch.no_grad():
-                return self.model(window[None].long(), use_cache=False).logits[0]
+                return model(window[None].long(), use_cache=False)
         finally:
             for block in self.blocks:
                 del block.forward

@@ -18,6 +18,8 @@ from compiled_llm.quantizing.blocks import BlockModel
 from compiled_llm.quantizing.model_quantizer import Result, Windows, quantize_checkpoint
 from compiled_llm.quantizing.texts import Text
 
+_ROWS_AT_ONCE = 64  # of logits in float64: all of a window's take gigabytes where the vocabulary is large
+
 
 class Report(NamedTuple):
     """What was done, and what it did.
@@ -71,11 +73,13 @@ def quality_of(model: BlockModel, ids: Sequence[Tensor], before: Windows, after:
     """Of the quantised model beside the model as it was."""
     losses, kl, agreed, count = torch.zeros(2, dtype=torch.float64), 0.0, 0, 0
     for tokens, *hidden in zip(ids, before.hidden, after.hidden, strict=True):
-        own, other = (model.logits(x)[:-1].double().log_softmax(-1) for x in hidden)
-        targets = tokens[1:].long()
-        losses += torch.stack([F.nll_loss(p, targets, reduction="sum") for p in (own, other)])
-        kl += float(F.kl_div(other, own, reduction="sum", log_target=True))
-        agreed += int((own.argmax(-1) == other.argmax(-1)).sum())
+        logits, targets = [model.logits(x) for x in hidden], tokens[1:].long()
+        for start in range(0, len(targets), _ROWS_AT_ONCE):
+            wanted = targets[start : start + _ROWS_AT_ONCE]
+            own, other = (x[start : start + len(wanted)].double().log_softmax(-1) for x in logits)
+            losses += torch.stack([F.nll_loss(p, wanted, reduction="sum") for p in (own, other)])
+            kl += float(F.kl_div(other, own, reduction="sum", log_target=True))
+            agreed += int((own.argmax(-1) == other.argmax(-1)).sum())
         count += len(targets)
     own_loss, loss = (losses / count).tolist()
     return {

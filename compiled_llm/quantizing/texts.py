@@ -4,6 +4,7 @@ import ast
 import hashlib
 import json
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.api.config import EngineConfig
-from compiled_llm.checkpoint.model_files import DEMO_MODEL, checkpoint_directory
+from compiled_llm.checkpoint.model_files import DEMO_MODEL, checkpoint_directory, load_tokenizer
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.text.tokenizer import Tokenizer
 
@@ -61,34 +62,56 @@ class Text(NamedTuple):
     def windows(
         self, engine: EngineConfig, model: ModelConfig, device: torch.device, next_inside: bool = False
     ) -> list[Window]:
-        """The windows, in tokens of the model that ``engine`` names. ``ValueError`` for a window that is too long.
+        """The windows, in tokens of the model that ``engine`` names, each after what its tokenizer puts before a text.
 
         ``next_inside``: the token after a window counts towards its length.
+
+        Raises:
+            ValueError: a window is too long, or too short for what is put before a text.
         """
         longest = model.max_position_embeddings
         length = self.window or min(longest, self.most_window)
         if length > longest:
             raise ValueError(f"--window must be at most the model's length, {longest}, given {length}")
-        tokenizer = Tokenizer(checkpoint_directory(engine))
-        documents, count = [], 0
+        directory = checkpoint_directory(engine)
+        tokenizer = load_tokenizer(engine, directory) or Tokenizer(directory)
+        documents, count, before = [], 0, tokenizer.prefix_ids
+        if length - next_inside < len(before):
+            raise ValueError(
+                f"--window must be at least {len(before) + next_inside}, for the tokens that the tokenizer puts before "
+                f"a text, given {length}"
+            )
         for text in self.read():
-            documents.append(tokenizer.encode(text))
-            count += len(documents[-1]) - 1
-            if self.max_tokens is not None and count >= self.max_tokens:
+            documents.append(tokenizer.encode(text)[len(before) :])
+            count += len(documents[-1])
+            if self.max_tokens is not None and count > self.max_tokens:
                 break
-        return cut_windows(documents, length - next_inside, self.max_tokens, device)
+        return cut_windows(documents, length - next_inside, self.max_tokens, device, before)
 
 
-def cut_windows(documents: list[list[int]], length: int, max_tokens: int | None, device: torch.device) -> list[Window]:
-    """Windows of up to ``length`` tokens, none across documents, of the first ``max_tokens`` tokens."""
+def cut_windows(
+    documents: list[list[int]],
+    length: int,
+    max_tokens: int | None,
+    device: torch.device,
+    before: Sequence[int] = (),
+) -> list[Window]:
+    """Windows that predict the tokens of documents, each of them once; without ``before`` not the first ones.
+
+    Args:
+        length: the most tokens of a window.
+        max_tokens: how many are predicted; None: all.
+        before: what each window begins with. Without it a window begins with the last token that was predicted.
+    """
     windows, left = [], sum(map(len, documents)) if max_tokens is None else max_tokens
     for document in documents:
-        tokens = torch.tensor(document, dtype=torch.int32, device=device)
-        for start in range(0, len(document) - 1, length):
-            end = min(start + length, start + left, len(document) - 1)
-            if end > start:
-                windows.append(Window(tokens[start:end], tokens[start + 1 : end + 1]))
-                left -= end - start
+        start = 0 if before else 1
+        while start < len(document) and left > 0:
+            first = [*before] or document[start - 1 : start]
+            count = min(length - len(first) + 1, left, len(document) - start)
+            tokens = torch.tensor([*first, *document[start : start + count]], dtype=torch.int32, device=device)
+            windows.append(Window(tokens[:-1], tokens[1:]))
+            start, left = start + count, left - count
     if not windows:
         raise ValueError("the text must have two tokens at least")
     return windows

@@ -47,8 +47,12 @@ class TokenizerParts(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def read_parts(directory: Path) -> TokenizerParts:
+def read_parts(directory: Path, *, compare: bool = True) -> TokenizerParts:
     """The tokenizer of ``directory``. Never runs code of the directory.
+
+    Args:
+        compare: ask transformers' class for names of special tokens that no file gives, and whether its tokens are
+            others. False saves its import, where tokenizer.json and the files beside it say all.
 
     Raises:
         ValueError: there is none, it or a file beside it cannot be read, or they give a token two ids.
@@ -57,10 +61,12 @@ def read_parts(directory: Path) -> TokenizerParts:
     if not (directory / "tokenizer.json").exists():
         return _parts_of_class(read_tokenizer(directory))
     backend, config = read_backend(directory), read_tokenizer_config(directory)
-    try:
-        theirs, failure = read_tokenizer(directory), ""
-    except ValueError as error:
-        theirs, failure = None, _reason(error.__cause__ or error)
+    theirs, failure = None, ""
+    if compare:
+        try:
+            theirs = read_tokenizer(directory)
+        except ValueError as error:
+            failure = _reason(error.__cause__ or error)
     known = {} if theirs is None else _parts_of_class(theirs).named_tokens
     try:
         own = _add_tokens(backend, config)
@@ -73,9 +79,9 @@ def read_parts(directory: Path) -> TokenizerParts:
     except BaseException as error:
         raise library_error(f"be made of {directory / 'tokenizer.json'}", error) from error
     notes = [f"{directory}: {note}" for note in own]
-    if theirs is None:
+    if failure:
         notes.append(f"{directory}: transformers' class cannot read this tokenizer ({failure}): tokenizer.json is used")
-    elif note := _compare(directory, backend, theirs):
+    elif theirs is not None and (note := _compare(directory, backend, theirs)):
         notes.append(note)
     return TokenizerParts(content, config.chat_templates, named, tuple(notes))
 

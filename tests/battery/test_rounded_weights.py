@@ -17,10 +17,10 @@ from tests.battery.test_gguf_files import PACKAGES, file_of
 pytestmark = pytest.mark.battery
 NUM_TOKENS = 2048
 # Most of the change in perplexity. SmolLM2's weights were Q4_1 and come back; Gemma's have more than 16 values a group.
-# Measured: 0.0047, 0.0065, 0.0015, 0.0019, 0.0039 and 0.437; Gemma -0.009, 0.014, 0.136, 0.140, 0.011 and 0.549.
+# Measured: 0.0047, 0.0065, 0.0015, 0.0019, 0.0039 and 0.437; Gemma -0.001, 0.005, 0.136, 0.144, 0.012 and 0.507.
 MOST = {
     "smollm2": {"int8": 0.008, "int8_w8a8": 0.01, "int4": 0.005, "int4_w4a8": 0.005, "fp8": 0.008, "mxfp4": 0.5},
-    "gemma3": {"int8": 0.005, "int8_w8a8": 0.02, "int4": 0.16, "int4_w4a8": 0.17, "fp8": 0.015, "mxfp4": 0.6},
+    "gemma3": {"int8": 0.005, "int8_w8a8": 0.01, "int4": 0.16, "int4_w4a8": 0.17, "fp8": 0.015, "mxfp4": 0.6},
 }
 
 

@@ -128,7 +128,7 @@ def test_a_models_files_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first, expected = load_tokenizer(config, DEMO_MODEL), read_config(DEMO_MODEL)
     assert model_config(DEMO_MODEL) == expected
     monkeypatch.setattr(model_files, "read_config", lambda *args: unexpected())
-    monkeypatch.setattr(model_files, "read_parts", lambda directory: unexpected())
+    monkeypatch.setattr(model_files, "read_parts", lambda directory, compare: unexpected())
     assert model_config(DEMO_MODEL) == expected
     again = load_tokenizer(config, DEMO_MODEL)
     assert first is not None

@@ -165,7 +165,7 @@ NOT_RUN = (
     NotRun(r"printf .* chat --url .*", "tests/server/test_documents.py runs it with a server", parse_command),
     NotRun(_COMMAND + r" quantize .*", "tests/quantizing/test_quantize.py runs it", parse_command),
     NotRun(_PYTHON + r" scripts/gpu_validate\.py\b.*", "needs a GPU", parse_command),
-    NotRun(_PYTHON + r" scripts/make_docs\.py\b.*", "writes into the repository", parse_command),
+    NotRun(_PYTHON + r" scripts/make_(docs|known_classes)\.py\b.*", "writes into the repository", parse_command),
     NotRun(
         _PYTHON + r" scripts/short_memory\.py\b.*",
         "may need root; tests/scripts/test_short_memory.py runs it",

@@ -231,7 +231,7 @@ def _gemma_scale(metadata: Metadata, layers_of_largest: int) -> Fields:
 
 def _gemma2(metadata: Metadata) -> Fields:
     capped = {key: metadata.get(key) for key in ("attn_logit_softcapping", "final_logit_softcapping")}
-    return capped | _gemma_scale(metadata, 46)
+    return capped | {"layer_types": _layer_types(metadata, 2)} | _gemma_scale(metadata, 46)
 
 
 def _gemma3(metadata: Metadata) -> Fields:
@@ -469,6 +469,10 @@ def _phi3(metadata: Metadata) -> Fields:
     return {"pad_token_id": None} | longest
 
 
+def _no_window(metadata: Metadata) -> Fields:
+    return {"sliding_window": None}
+
+
 def _qwen3_moe(metadata: Metadata) -> Fields:
     return {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
@@ -509,8 +513,8 @@ ARCHITECTURES: dict[str, Architecture | Callable[[Metadata], Architecture]] = {
     "nemotron_h_moe": _NEMOTRON_H,
     "olmo2": _olmo2,
     "phi3": Architecture("Phi3ForCausalLM", _WINDOW, _phi3, partial=True),
-    "qwen2": Architecture("Qwen2ForCausalLM", fixed_bias=True),
-    "qwen3": Architecture("Qwen3ForCausalLM", _HEAD),
+    "qwen2": Architecture("Qwen2ForCausalLM", {}, _no_window, fixed_bias=True),
+    "qwen3": Architecture("Qwen3ForCausalLM", _HEAD, _no_window),
     "qwen35": Architecture("Qwen3_5ForCausalLM", {}, _qwen35, plus_one=True, partial=True, is_cut=True),
     "qwen35moe": Architecture(
         "Qwen3_5MoeForCausalLM",

@@ -266,9 +266,12 @@ def _merges_of_scores(vocabulary: Vocabulary, numbers: Mapping[str, int]) -> lis
     usable = {token: numbers[token] for token in (vocabulary.tokens[i] for i in vocabulary.ids(_NORMAL, _USER))}
     found = []
     for token, number in usable.items():
-        pairs = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in usable and token[i:] in usable]
+        pairs = []
+        for i in range(1, len(token)):
+            left = usable.get(token[:i])
+            if left is not None and (right := usable.get(token[i:])) is not None:
+                pairs.append((left, right, i))
         if pairs:
-            pairs.sort(key=lambda pair: (usable[pair[0]], usable[pair[1]]))
-            found.append((-float(scores[number]), number, pairs))
-    found.sort(key=lambda one: one[:2])
-    return [pair for _, _, pairs in found for pair in pairs]
+            found.append((-float(scores[number]), number, token, sorted(pairs)))
+    found.sort()
+    return [(token[:i], token[i:]) for _, _, token, pairs in found for _, _, i in pairs]

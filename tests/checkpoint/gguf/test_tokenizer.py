@@ -1,6 +1,10 @@
 """Vocabularies of GGUF files become the tokenizers that they were taken from."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +13,8 @@ from tokenizers import Tokenizer
 
 from compiled_llm.checkpoint.gguf.tokenizer import end_of_text_ids, read_vocabulary, tokenizer_config, tokenizer_json
 from compiled_llm.checkpoint.stored_tensors import CheckpointError
+from compiled_llm.text.tokenizer_parts import read_parts
+from tests.checkpoint.gguf.writing import metadata_of, tensors_of, write
 from tests.tokenizer_pairs import BOS, END, EOS, FILES, SPECIAL, TEXTS, UNK, USER
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
@@ -20,7 +26,7 @@ def kind(token: str) -> int:
     return BYTE if token.startswith("<0x") else NORMAL
 
 
-def metadata_of(backend: Tokenizer, model: str, pre: str = "default", **more: Any) -> dict[str, Any]:
+def said_of(backend: Tokenizer, model: str, pre: str = "default", **more: Any) -> dict[str, Any]:
     """The metadata of a file with the vocabulary of ``backend``."""
     read = json.loads(backend.to_str())["model"]
     numbers = backend.get_vocab(with_added_tokens=True)
@@ -54,7 +60,7 @@ def made_of(metadata: dict[str, Any]) -> Tokenizer:
 )
 def test_ids_and_texts_are_those_of_the_tokenizer(name: str, model: str, pre: str, prefix: bool) -> None:
     backend = FILES[name]()
-    made = made_of(metadata_of(backend, model, pre, add_space_prefix=prefix, add_bos_token=False))
+    made = made_of(said_of(backend, model, pre, add_space_prefix=prefix, add_bos_token=False))
     for text in TEXTS:
         expected = backend.encode(text, add_special_tokens=False).ids
         assert made.encode(text).ids == expected, text
@@ -71,14 +77,14 @@ def test_ids_and_texts_are_those_of_the_tokenizer(name: str, model: str, pre: st
     ],
 )
 def test_tokens_before_and_behind(model: str, pre: str, more: dict[str, Any], bos: bool, eos: bool) -> None:
-    metadata = metadata_of(FILES["gpt2" if model == "gpt2" else "llama2"](), model, pre, **more)
+    metadata = said_of(FILES["gpt2" if model == "gpt2" else "llama2"](), model, pre, **more)
     made = made_of(metadata)
     bare = made.encode("x y", add_special_tokens=False).ids
     assert made.encode("x y").ids == [made.token_to_id(BOS)] * bos + bare + [made.token_to_id(EOS)] * eos
 
 
 def test_named_tokens_templates_and_ends() -> None:
-    metadata = metadata_of(FILES["gpt2"](), "gpt2", "gpt-2")
+    metadata = said_of(FILES["gpt2"](), "gpt2", "gpt-2")
     metadata |= {"tokenizer.chat_template": "{{ messages }}", "tokenizer.chat_template.tools": "{{ tools }}"}
     vocabulary = read_vocabulary(metadata, "model.gguf")
     assert vocabulary is not None
@@ -92,7 +98,7 @@ def test_named_tokens_templates_and_ends() -> None:
 
 
 def test_a_token_that_is_there_twice_keeps_its_number() -> None:
-    metadata = metadata_of(FILES["gpt2"](), "gpt2", "gpt-2")
+    metadata = said_of(FILES["gpt2"](), "gpt2", "gpt-2")
     metadata["tokenizer.ggml.tokens"] += ["x"]
     metadata["tokenizer.ggml.token_type"] = np.append(metadata["tokenizer.ggml.token_type"], NORMAL)
     made, last = made_of(metadata), len(metadata["tokenizer.ggml.tokens"]) - 1
@@ -111,7 +117,7 @@ def test_a_token_that_is_there_twice_keeps_its_number() -> None:
     ],
 )
 def test_what_cannot_be_read_is_said(change: dict[str, Any], message: str) -> None:
-    metadata = metadata_of(FILES["gpt2"](), "gpt2", "gpt-2")
+    metadata = said_of(FILES["gpt2"](), "gpt2", "gpt-2")
     metadata |= {f"tokenizer.ggml.{key}": value for key, value in change.items()}
     with pytest.raises(CheckpointError, match=message):
         made_of(metadata)
@@ -120,3 +126,27 @@ def test_what_cannot_be_read_is_said(change: dict[str, Any], message: str) -> No
 def test_a_file_without_a_vocabulary() -> None:
     assert read_vocabulary({"tokenizer.ggml.model": "no_vocab"}, "model.gguf") is None
     assert read_vocabulary({}, "model.gguf") is None
+
+
+def test_transformers_has_no_part_in_it(tmp_path: Path) -> None:
+    """Neither in the config nor in the tokenizer: its import takes longer than all else of a first start."""
+    told = said_of(FILES["llama3"](), "gpt2", "llama-bpe", token_type=None)
+    told = {key: value for key, value in told.items() if value is not None}
+    path = write(tmp_path / "model.gguf", "llama", metadata_of("llama") | told, tensors_of("llama"))
+    code = (
+        "import sys; from compiled_llm import EngineConfig; from compiled_llm.checkpoint import model_files; "
+        f"config = EngineConfig(model={str(path)!r}); directory = model_files.checkpoint_directory(config); "
+        "model_files.model_config(directory); assert model_files.load_tokenizer(config, directory); "
+        "assert 'transformers' not in sys.modules"
+    )
+    environment = {**os.environ, "COMPILED_LLM_CACHE": str(tmp_path / "cache")}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+@pytest.mark.parametrize(("name", "model", "pre"), [("smollm2", "gpt2", "smollm"), ("gemma", "llama", "default")])
+def test_its_general_class_would_change_nothing(name: str, model: str, pre: str, tmp_path: Path) -> None:
+    vocabulary = read_vocabulary(said_of(FILES[name](), model, pre), "model.gguf")
+    assert vocabulary is not None
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json(vocabulary))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(vocabulary)))
+    assert read_parts(tmp_path, compare=False) == read_parts(tmp_path)
