@@ -186,7 +186,16 @@ def test_two_rows_side_by_side_that_end_every_process_are_both_found() -> None:
 
 
 def test_the_others_go_on_without_a_worker_that_always_dies(capsys: pytest.CaptureFixture) -> None:
-    results, _ = serve(ThreadProcesses(lambda number, index: number == 1), rows(1000))
+    starts, all_deaths = itertools.count(1), threading.Event()
+
+    def dies(number: int, index: int) -> bool:
+        if number == 1 and next(starts) == 12:
+            all_deaths.set()
+        if number == 0 and index > 500:
+            all_deaths.wait(60)  # else the rows may be served before the other has died as often
+        return number == 1
+
+    results, _ = serve(ThreadProcesses(dies), rows(1000))
     assert sorted(result.index for result in results) == list(range(1000))
     assert sum(result.error is not None for result in results) <= 5
     assert capsys.readouterr().err == (
