@@ -101,7 +101,7 @@ class Eagle3Reference:
         self.head = self.tensors.get("lm_head.weight", self.model.lm_head.weight)
         self.embedding = self.tensors.get("embed_tokens.weight", self.model.model.embed_tokens.weight)
         self._seen: dict[int, Tensor] = {}
-        self._known: list[tuple[tuple[int, ...], Tensor, int]] = []  # tokens, what ``fc`` gives of them, ``num_left``
+        self._known: list[tuple[tuple[int, ...], Tensor]] = []  # tokens, and what ``fc`` gives of them
         for number, module in enumerate([*self.model.model.layers, self.model.model.norm]):
             module.register_forward_pre_hook(functools.partial(self._note, number), with_kwargs=True)
 
@@ -110,20 +110,11 @@ class Eagle3Reference:
 
     @torch.no_grad()
     def drafts(
-        self,
-        token_ids: Sequence[int],
-        count: int,
-        params: SamplingParams,
-        seed: int,
-        path: Sequence[int] = (),
-        num_left: int = 0,
+        self, token_ids: Sequence[int], count: int, params: SamplingParams, seed: int, path: Sequence[int] = ()
     ) -> tuple[int, ...]:
-        """The ``count`` tokens that are drafted after ``token_ids``; the first of them are taken to be ``path``.
-
-        Of the first ``num_left`` tokens the last of the hidden states that a feature is made of is zeros.
-        """
+        """The ``count`` tokens that are drafted after ``token_ids``; the first of them are taken to be ``path``."""
         tokens = list(token_ids)
-        features = self._features(tuple(token_ids), num_left)[:-1]  # of the last token nothing is known yet
+        features = self._features(tuple(token_ids))[:-1]  # of the last token nothing is known yet
         for number in range(count):
             out = self._rows(features, torch.tensor(tokens[1:]))[-1:]
             normed = self._norm(out, "norm")
@@ -137,19 +128,18 @@ class Eagle3Reference:
             features = torch.cat((features, normed if self.config.get("norm_output") else out))
         return tuple(tokens[len(token_ids) :])
 
-    def _features(self, token_ids: tuple[int, ...], num_left: int) -> Tensor:
-        for tokens, features, left in self._known:
-            if tokens[: len(token_ids)] == token_ids and left == num_left:
+    def _features(self, token_ids: tuple[int, ...]) -> Tensor:
+        for tokens, features in self._known:
+            if tokens[: len(token_ids)] == token_ids:
                 return features[: len(token_ids)]
         self.model.model(torch.tensor([token_ids]))
-        taken = [self._seen[number][0].clone() for number in self.config["eagle_aux_hidden_state_layer_ids"]]
-        taken[-1][:num_left] = 0.0
+        taken = [self._seen[number][0] for number in self.config["eagle_aux_hidden_state_layer_ids"]]
         if self.config.get("fc_norm"):
             taken = [self._norm(x, f"fc_norm.{number}") for number, x in enumerate(taken)]
         hidden = torch.cat(taken, 1)
         if self.config.get("norm_before_fc"):
             hidden = self._norm(hidden, "input_norm")
-        self._known.append((token_ids, hidden @ self.tensors["fc.weight"].T, num_left))
+        self._known.append((token_ids, hidden @ self.tensors["fc.weight"].T))
         return self._known[-1][1]
 
     def _rows(self, features: Tensor, token_ids: Tensor) -> Tensor:

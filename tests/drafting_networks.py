@@ -48,22 +48,12 @@ def first_layers_of(name: str, count: int, directory: Path) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Drafted:
-    """What was drafted for a request that had these tokens.
-
-    Attributes:
-        num_left: of the first of them a head does not read what the model's last layer gave.
-    """
+    """What was drafted for a request that had these tokens."""
 
     token_ids: tuple[int, ...]
     params: SamplingParams
     seed: int
     drafts: tuple[int, ...]
-    num_left: int = 0
-
-    @property
-    def of_reference(self) -> dict[str, int]:
-        """Arguments of a reference's ``drafts``."""
-        return {"num_left": self.num_left} if self.num_left else {}
 
 
 def record_drafts(engine: CompiledEngine) -> list[Drafted]:
@@ -71,15 +61,13 @@ def record_drafts(engine: CompiledEngine) -> list[Drafted]:
     found: list[Drafted] = []
     planner = engine.scheduler.drafts
     assert planner is not None
-    take, step = planner.take, getattr(engine.own_runner.steps.drafting, "_step", None)
-    leaves_some = getattr(step, "num_known", None) is not None
+    take = planner.take
 
     def recording(requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> None:
         for request, tokens in zip(requests, drafts, strict=True):
             if tokens and request.finish_reason is None:
                 known = *request.prompt_token_ids, *request.output_token_ids
-                num_left = leaves_some * (len(request.prompt_token_ids) - 1)
-                found.append(Drafted(known, request.sampling_params, request.seed, tuple(tokens), num_left))
+                found.append(Drafted(known, request.sampling_params, request.seed, tuple(tokens)))
         take(requests, drafts)
 
     planner.take = recording  # type: ignore[method-assign]

@@ -115,14 +115,9 @@ def draft_medusa_function(
     return draft
 
 
-def head_prompt_function(
-    model_config: ModelConfig, max_query_len: int, exact: bool = False, num_known: int | None = None
-) -> Any:
-    """As ``draft_prompt_function``; ``input_ids`` are the tokens that follow those of ``positions``.
-
-    ``num_known``: elements that are read of what a ``HiddenCache`` has of each; the others count as 0. None: all.
-    """
-    forward, features_at = head_family(model_config).forward, features_reader(model_config, num_known)
+def head_prompt_function(model_config: ModelConfig, max_query_len: int, exact: bool = False) -> Any:
+    """As ``draft_prompt_function``; ``input_ids`` are the tokens that follow those of ``positions``."""
+    forward, features_at = head_family(model_config).forward, features_reader(model_config)
     layers = for_queries(layers_of(model_config), max_query_len, exact=exact)
     known_ids = model_config.vocab_size
 
@@ -135,22 +130,15 @@ def head_prompt_function(
     return draft_prompt
 
 
-def features_reader(model_config: ModelConfig, num_known: int | None = None) -> Any:
-    """What reads features: (weights, KV cache, slots ``[T]`` int32) -> those that were kept there, ``[T, F]``.
-
-    ``num_known``: see ``head_prompt_function``.
-    """
-    return functools.partial(_features_at, head_family(model_config).features, model_config, num_known)
+def features_reader(model_config: ModelConfig) -> Any:
+    """What reads features: (weights, KV cache, slots ``[T]`` int32) -> those that were kept there, ``[T, F]``."""
+    return functools.partial(_features_at, head_family(model_config).features, model_config)
 
 
-def _features_at(
-    made_of: Any, model_config: ModelConfig, num_known: int | None, weights: Any, kv_cache: KVCache, slots: Tensor
-) -> Tensor:
+def _features_at(made_of: Any, model_config: ModelConfig, weights: Any, kv_cache: KVCache, slots: Tensor) -> Tensor:
     (kept,) = kv_cache[-1]
     size = kept.shape[1]
-    read = kept if num_known is None else kept.narrow(2, 0, num_known)
-    rows = read[slots // size, slots % size]
-    rows = torch.nn.functional.pad(rows, (0, kept.shape[2] - rows.shape[1])) if num_known is not None else rows
+    rows = kept[slots // size, slots % size]
     return made_of(weights, rows, model_config) if isinstance(kv_cache[-1], HiddenCache) else rows
 
 

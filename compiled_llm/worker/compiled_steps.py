@@ -179,8 +179,8 @@ class CompiledSteps:
         if drafter is not None:
             slots = {bucket: buffers.step_input.slot_mapping for bucket, buffers in self.buffers.items()}
             hidden = self.hidden if self.taken is None else self.taken
-            known = hidden.shape[1] * (len(self._taps) - 1) if self._keeps_last_layer and self._keeps_rows else None
-            step = StepOutputs(self.last_tokens, hidden, slots, self._has_all_rows_of, known)
+            left = hidden.shape[1] * (len(self._taps) - 1) if self._keeps_last_layer and self._keeps_rows else None
+            step = StepOutputs(self.last_tokens, hidden, slots, self._has_all_rows_of, left)
             shared |= {"vocab_size": self.model_config.vocab_size, "kv_cache": drafter[1], "step": step}
             return network_stage(drafter[0], *of_all, **shared)
         num_layers = num_draft_layers(self._config.speculation, self.model_config)
@@ -203,7 +203,7 @@ class CompiledSteps:
     def _needs_all_rows(self) -> bool:
         """Whether what drafts has no use for rows without what the last layer gives.
 
-        A head that reads other layers, too, drafts as well where that counts as zeros in tokens of prompts.
+        A head that reads other layers, too, drafts as well where that counts as zeros in the tokens of prompts.
         """
         return self._keeps_last_layer and (len(self._taps) < 2 or last_layers(self.weights) is None)
 

@@ -64,15 +64,15 @@ class StepOutputs(NamedTuple):
         hidden: ``[tokens, *]``, the hidden states that features are made of; see ``HeadFamily.taps``.
         slot_mapping: of each bucket, ``[T]`` int32.
         has_all: whether ``hidden`` has all tokens of a step; else those alone whose logits it computes.
-        num_known: elements that a ``HiddenCache`` has of each token; those behind them, which the last layer gave, only
-            of tokens whose logits were computed. None: it has all.
+        left_column: where in a ``HiddenCache`` what the last layer gave begins, which is then lacking of tokens whose
+            logits a step does not compute; None: of none.
     """
 
     last_tokens: Tensor
     hidden: Tensor
     slot_mapping: Mapping[Bucket, Tensor]
     has_all: Callable[[SchedulerOutput], bool]
-    num_known: int | None = None
+    left_column: int | None = None
 
 
 class Part(NamedTuple):
@@ -277,8 +277,6 @@ class NetworkStage(DraftStage):
         config, tree = network.model_config, network.tree
         depends = graph_fields.of_step(config, limits, dtype, network.cache_dtypes, device)
         recipe = functools.partial(self._draft_function, config, limits.block_size, vocab_size, exact)
-        if step.num_known is not None:
-            depends |= {"known_of_prompts": step.num_known}
         num_rows = network.num_tokens + 1 if self._numbers_rows else 0
         if tree is not None:
             depends |= {"draft_tree": tuple(tree)}
@@ -327,14 +325,10 @@ class NetworkStage(DraftStage):
     def _parts(self) -> Iterator[Part]:
         for size in sorted(self._prompts, reverse=not self._one_for_all):
             most = _NO_BOUND if self._one_for_all else size
-            recipe = self._prompt_recipe(most)
+            recipe = functools.partial(self._prompt_function, self.network.model_config, most, self._exact)
             arguments = functools.partial(self._prompt_arguments, self._prompts[size].whole)
             yield Part(self._name("draft_prompt", size), recipe, arguments, 1)
         yield from super()._parts()
-
-    def _prompt_recipe(self, most: int) -> Callable[[], Callable]:
-        """Makes ``draft_prompt``, of at most ``most`` tokens of a request."""
-        return functools.partial(self._prompt_function, self.network.model_config, most, self._exact)
 
     def _prompt_arguments(self, step_input: StepInput) -> tuple:
         return self._weights, step_input, self.kv_cache

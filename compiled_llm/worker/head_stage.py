@@ -1,15 +1,17 @@
 """HeadStage: a ``NetworkStage`` of a network that reads the model's hidden states (``step/head_drafting.py``)."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 
 from compiled_llm.api.speculative_config import NetworkTree
 from compiled_llm.models.draft_heads.family import HeadFamily
 from compiled_llm.models.inputs import FeatureCache
 from compiled_llm.models.registry import family_of
+from compiled_llm.ops import write_slots
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.step.drafting import DraftInput
@@ -24,6 +26,7 @@ from compiled_llm.worker.draft_network import DraftNetwork
 from compiled_llm.worker.draft_stage import Drafts, DraftStage, NetworkStage, Part
 from compiled_llm.worker.head_coverage import HeadCoverage
 from compiled_llm.worker.request_rows import RequestRows
+from compiled_llm.worker.step_buffers import logits_rows
 
 
 def network_stage(network: DraftNetwork, *arguments: Any, **others: Any) -> NetworkStage:
@@ -36,13 +39,14 @@ def network_stage(network: DraftNetwork, *arguments: Any, **others: Any) -> Netw
 class HeadStage(NetworkStage):
     """Keeps the features of all tokens of each step, whether it drafts or not.
 
-    Where its cache has what features are made of (``HiddenCache``), the step itself has left that there: what the last
-    layer gave of tokens with logits alone. For ``draft_prompt``, which computes others, that counts as zeros.
+    Where its cache has what features are made of (``HiddenCache``), the step itself has left that there. What the last
+    layer would have given is zeros there for tokens of prompts, which that layer computes keys and values of alone.
 
     A row that is said to be covered is that of a token and the one after it: see ``HeadCoverage``.
     """
 
     _draft_function = staticmethod(draft_head_function)
+    _prompt_function = staticmethod(head_prompt_function)
     _numbers_rows = True
 
     @functools.cached_property
@@ -58,7 +62,20 @@ class HeadStage(NetworkStage):
     def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
         if self._keeps_features:
             self._functions[self._features_name(bucket)](*self._feature_arguments(bucket))
+        if self._step.left_column is not None and not self._step.has_all(output):
+            self._zero_left(output, bucket, self._step.left_column)
         return super().run(output, bucket, rows, store)
+
+    def _zero_left(self, output: SchedulerOutput, bucket: Bucket, column: int) -> None:
+        """Write zeros, from ``column`` on, to the slots of the tokens that have no logits."""
+        places, distances = logits_rows(output)
+        num_left = output.num_tokens - len(places)
+        if num_left:
+            is_left = np.ones(output.num_tokens, dtype=bool)
+            is_left[np.cumsum(output.num_scheduled_tokens)[places] - 1 - distances] = False
+            slots = self._step.slot_mapping[bucket][: output.num_tokens][torch.from_numpy(is_left)]
+            hidden = self.kv_cache[-1].hidden
+            write_slots(hidden, slots, hidden.new_zeros(num_left, hidden.shape[2] - column), column)
 
     def _catch_up(
         self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray, known_ends: np.ndarray, store: RequestRows
@@ -76,10 +93,6 @@ class HeadStage(NetworkStage):
             recipe = functools.partial(head_features_function, self.network.model_config)
             yield Part(self._features_name(bucket), recipe, functools.partial(self._feature_arguments, bucket), 0)
         yield from super()._parts()
-
-    def _prompt_recipe(self, most: int) -> Callable[[], Callable]:
-        config, known = self.network.model_config, self._step.num_known
-        return functools.partial(head_prompt_function, config, most, self._exact, known)
 
     def _features_name(self, bucket: Bucket) -> str:
         return "draft_features" if self._one_for_all else f"draft_features_{bucket.name}"

@@ -526,8 +526,6 @@ _PLANTED = """
     step.head_drafting, HEADS
         a feature is that of the token after
             _features_at: slots % size => (slots + 1) % size
-        what the last layer gave of tokens before is read where it gave nothing
-            head_prompt_function: features_reader(model_config, num_known) => features_reader(model_config)
         hidden states are taken for features
             _features_at: made_of(weights, rows, model_config) => rows[:, : rows.shape[1] // 3]
         drafts that were right are not computed anew
@@ -1189,9 +1187,14 @@ _PLANTED = """
             MedusaStage._has_all_rows_of: self._step.has_all(output) => True
         Medusa heads take tokens of a scored prompt for rows of logits
             MedusaStage._has_all_rows_of: self._step.has_all(output) => False
-    worker.draft_network, HEADS
-        what the last layer gave of some tokens is taken for known of all
+    worker.draft_network, LAST_ROWS
+        rows are left out that a head reads
             DraftNetwork.keeps_last_layer: max(self.taps) == num_layers => False
+    worker.head_stage, LAST_ROWS
+        what a slot had before is taken for what the last layer gives
+            HeadStage.run: not self._step.has_all(output) => False
+        tokens with logits count as those without
+            HeadStage._zero_left: np.cumsum(output.num_scheduled_tokens)[places] - 1 - distances => places
     models.last_rows, LAST_ROWS
         kept rows have the adapters of other tokens
             with_last_rows: found if slots is None else with_slots(found, slots) => found

@@ -94,7 +94,7 @@ def test_the_first_ranks_are_a_chains_drafts(method: str, plain: Outputs) -> Non
         reference = reference_of(method)
         check_with(reference, chains)
         for one, path, token in every:
-            wanted = reference.drafts(one.token_ids, len(path) + 1, one.params, one.seed, path, **one.of_reference)
+            wanted = reference.drafts(one.token_ids, len(path) + 1, one.params, one.seed, path)
             assert (*path, token) == wanted, f"after {len(one.token_ids)} tokens"
     assert method == "medusa" or len(every) > 50
 
@@ -112,7 +112,7 @@ def reference_of(method: str) -> Eagle3Reference | MedusaReference:
 
 def check_with(reference: Eagle3Reference | MedusaReference, chains: list[Drafted]) -> None:
     for one in chains:
-        wanted = reference.drafts(one.token_ids, len(one.drafts), one.params, one.seed, **one.of_reference)
+        wanted = reference.drafts(one.token_ids, len(one.drafts), one.params, one.seed)
         assert one.drafts == wanted, f"after {len(one.token_ids)} tokens"
 
 
