@@ -71,18 +71,14 @@ def step_function(
             of_head = with_slots_of_head(weights, of_kept, own.logits_indices)
             weights = with_slots(weights, slots)
         kept = feedback.kept
-        of_last = None  # the slots of what the last layer gives
-        if kept is not None and own.kept_rows is not None:
-            of_last = torch.index_select(own.slot_mapping, 0, own.kept_rows)
-        read = Taps(taps) if kept is None else KeptTaps(taps, kept, own.slot_mapping, of_last)
+        read = Taps(taps) if kept is None else KeptTaps(taps, kept, step_input.slot_mapping)
         tapped = read.on(weights) if taps else weights
         if not begins:
             tapped = with_stream(tapped, feedback.hidden.narrow(0, 0, step_input.input_ids.shape[0]))
         if own.kept_rows is not None:
-            of_rows = with_last_rows(tapped, own.kept_rows, of_kept)
-            reads_last = kept is not None and (not taps or max(taps) == len(weights.layers))
-            reads_all = feedback.taken is not None or (reads_last and (len(taps) < 2 or of_rows is None))
+            reads_all = feedback.taken is not None or (kept is not None and not read.ends_before(weights))
             assert not reads_all, "a drafter reads all rows"
+            of_rows = with_last_rows(tapped, own.kept_rows, of_kept)
             hidden = forward(tapped if of_rows is None else of_rows, own, kv_cache, model_config, layers)
             hidden = rows_at(hidden, own.kept_rows) if of_rows is None else hidden
         elif planned is None or not step_input.seq_lens.is_cuda:

@@ -22,7 +22,6 @@ from compiled_llm.compiling.parallel import build_missing
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import FeatureCache, HiddenCache, KVCache, StepInput
-from compiled_llm.models.last_rows import last_layers
 from compiled_llm.models.linears.adapted import without_adapters
 from compiled_llm.models.linears.vocabulary import shared_head
 from compiled_llm.models.registry import attention_layers, layers_of
@@ -121,8 +120,8 @@ class CompiledSteps:
         self._taps = () if drafter is None else drafter[0].taps
         self._keeps_hidden = drafter is not None and bool(drafter[1]) and isinstance(drafter[1][-1], HiddenCache)
         self.keeps_all_rows = False
-        self._keeps_last_layer = drafter is not None and drafter[0].keeps_last_layer(model_config.num_layers)
-        self._keeps_rows = is_last(model_config) and not (pads or self._needs_all_rows)
+        reads_all = drafter is not None and drafter[0].reads_every_row(model_config.num_layers)
+        self._keeps_rows = is_last(model_config) and not (pads or reads_all)
         of_all: tuple[Any, ...] = limits, device, self._windows, self.tables, self.uses_trees, pads, self._keeps_rows
         self.buffers = {bucket: StepBuffers(bucket, *of_all) for bucket in self.buckets}
         num_rows = max(bucket.num_rows for bucket in self.buckets)
@@ -179,8 +178,7 @@ class CompiledSteps:
         if drafter is not None:
             slots = {bucket: buffers.step_input.slot_mapping for bucket, buffers in self.buffers.items()}
             hidden = self.hidden if self.taken is None else self.taken
-            left = hidden.shape[1] * (len(self._taps) - 1) if self._keeps_last_layer and self._keeps_rows else None
-            step = StepOutputs(self.last_tokens, hidden, slots, self._has_all_rows_of, left)
+            step = StepOutputs(self.last_tokens, hidden, slots, self._has_all_rows_of)
             shared |= {"vocab_size": self.model_config.vocab_size, "kv_cache": drafter[1], "step": step}
             return network_stage(drafter[0], *of_all, **shared)
         num_layers = num_draft_layers(self._config.speculation, self.model_config)
@@ -198,14 +196,6 @@ class CompiledSteps:
         pieces += [] if self.drafting is None else [self.drafting.nbytes]
         taken = 0 if self.taken is None else self.taken.nbytes
         return sum(pieces) + tables + self.sampling.nbytes + self.last_tokens.nbytes + self.hidden.nbytes + taken
-
-    @property
-    def _needs_all_rows(self) -> bool:
-        """Whether what drafts has no use for rows without what the last layer gives.
-
-        A head that reads other layers, too, drafts as well where that counts as zeros in the tokens of prompts.
-        """
-        return self._keeps_last_layer and (len(self._taps) < 2 or last_layers(self.weights) is None)
 
     @property
     def has_all_rows(self) -> bool:

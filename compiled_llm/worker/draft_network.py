@@ -182,10 +182,10 @@ class DraftNetwork(NamedTuple):
         family = family_of(self.model_config)
         return family.taps(self.model_config) if isinstance(family, HeadFamily) else ()
 
-    def keeps_last_layer(self, num_layers: int) -> bool:
-        """Whether it keeps of tokens what the last of the model's ``num_layers`` gave.
+    def reads_every_row(self, num_layers: int) -> bool:
+        """Whether it reads of each token what the last of the model's ``num_layers`` gave.
 
-        Medusa heads keep nothing, and a head that taps earlier layers none of that.
+        Medusa heads read that of rows of logits alone, and a head that taps earlier layers none of it.
         """
         if not self.has_cache or not isinstance(family_of(self.model_config), HeadFamily):
             return False

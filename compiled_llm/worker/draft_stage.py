@@ -64,15 +64,12 @@ class StepOutputs(NamedTuple):
         hidden: ``[tokens, *]``, the hidden states that features are made of; see ``HeadFamily.taps``.
         slot_mapping: of each bucket, ``[T]`` int32.
         has_all: whether ``hidden`` has all tokens of a step; else those alone whose logits it computes.
-        left_column: where in a ``HiddenCache`` what the last layer gave begins, which is then lacking of tokens whose
-            logits a step does not compute; None: of none.
     """
 
     last_tokens: Tensor
     hidden: Tensor
     slot_mapping: Mapping[Bucket, Tensor]
     has_all: Callable[[SchedulerOutput], bool]
-    left_column: int | None = None
 
 
 class Part(NamedTuple):

@@ -5,13 +5,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
 
 from compiled_llm.api.speculative_config import NetworkTree
 from compiled_llm.models.draft_heads.family import HeadFamily
 from compiled_llm.models.inputs import FeatureCache
 from compiled_llm.models.registry import family_of
-from compiled_llm.ops import write_slots
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.step.drafting import DraftInput
@@ -26,7 +24,6 @@ from compiled_llm.worker.draft_network import DraftNetwork
 from compiled_llm.worker.draft_stage import Drafts, DraftStage, NetworkStage, Part
 from compiled_llm.worker.head_coverage import HeadCoverage
 from compiled_llm.worker.request_rows import RequestRows
-from compiled_llm.worker.step_buffers import logits_rows
 
 
 def network_stage(network: DraftNetwork, *arguments: Any, **others: Any) -> NetworkStage:
@@ -39,8 +36,7 @@ def network_stage(network: DraftNetwork, *arguments: Any, **others: Any) -> Netw
 class HeadStage(NetworkStage):
     """Keeps the features of all tokens of each step, whether it drafts or not.
 
-    Where its cache has what features are made of (``HiddenCache``), the step itself has left that there. What the last
-    layer would have given is zeros there for tokens of prompts, which that layer computes keys and values of alone.
+    Where its cache has what features are made of (``HiddenCache``), the step itself has left that there.
 
     A row that is said to be covered is that of a token and the one after it: see ``HeadCoverage``.
     """
@@ -62,20 +58,7 @@ class HeadStage(NetworkStage):
     def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
         if self._keeps_features:
             self._functions[self._features_name(bucket)](*self._feature_arguments(bucket))
-        if self._step.left_column is not None and not self._step.has_all(output):
-            self._zero_left(output, bucket, self._step.left_column)
         return super().run(output, bucket, rows, store)
-
-    def _zero_left(self, output: SchedulerOutput, bucket: Bucket, column: int) -> None:
-        """Write zeros, from ``column`` on, to the slots of the tokens that have no logits."""
-        places, distances = logits_rows(output)
-        num_left = output.num_tokens - len(places)
-        if num_left:
-            is_left = np.ones(output.num_tokens, dtype=bool)
-            is_left[np.cumsum(output.num_scheduled_tokens)[places] - 1 - distances] = False
-            slots = self._step.slot_mapping[bucket][: output.num_tokens][torch.from_numpy(is_left)]
-            hidden = self.kv_cache[-1].hidden
-            write_slots(hidden, slots, hidden.new_zeros(num_left, hidden.shape[2] - column), column)
 
     def _catch_up(
         self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray, known_ends: np.ndarray, store: RequestRows

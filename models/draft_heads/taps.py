@@ -21,6 +21,10 @@ class Taps:
         self._taken: list[Tensor] = []
         self._num_noted = 0  # what ``on`` has let norms of layers note
 
+    def ends_before(self, weights: Any) -> bool:
+        """Whether nothing is read of what the last layer of ``weights`` gives."""
+        return bool(self._layers) and max(self._layers) < len(weights.layers)
+
     def on(self, weights: Any) -> Any:
         """``weights`` that note them. Nothing else is computed, and no number is another one."""
         self._num_noted = sum(number < len(weights.layers) for number in self._layers)
@@ -53,23 +57,14 @@ class KeptTaps(Taps):
     """Taps that go to the ``slots`` ``[T]`` int32 of ``cache`` ``[B, S, taps * D]`` as they are noted.
 
     So on a CPU they are written among the ops of the layers, and no piece of torch's code comes between those.
-
-    ``last_slots`` ``[K]``: those of the rows that the last layer gives, where it gives some alone.
     """
 
-    def __init__(self, layers: Sequence[int], cache: Tensor, slots: Tensor, last_slots: Tensor | None = None) -> None:
+    def __init__(self, layers: Sequence[int], cache: Tensor, slots: Tensor) -> None:
         super().__init__(layers)
         self._cache, self._slots, self._num_columns = cache, slots, 0
-        self._last_slots = slots if last_slots is None else last_slots
-
-    def on(self, weights: Any) -> Any:
-        if self._layers and max(self._layers) < len(weights.layers):
-            self._last_slots = self._slots  # it is not among them
-        return super().on(weights)
 
     def _note(self, x: Tensor) -> None:
-        is_last = self._num_columns + x.shape[1] == self._cache.shape[2]
-        write_slots(self._cache, self._last_slots if is_last else self._slots, x, self._num_columns)
+        write_slots(self._cache, self._slots, x, self._num_columns)
         self._num_columns += x.shape[1]
 
     def keep_last(self, hidden: Tensor) -> None:

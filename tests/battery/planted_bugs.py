@@ -1189,12 +1189,7 @@ _PLANTED = """
             MedusaStage._has_all_rows_of: self._step.has_all(output) => False
     worker.draft_network, LAST_ROWS
         rows are left out that a head reads
-            DraftNetwork.keeps_last_layer: max(self.taps) == num_layers => False
-    worker.head_stage, LAST_ROWS
-        what a slot had before is taken for what the last layer gives
-            HeadStage.run: not self._step.has_all(output) => False
-        tokens with logits count as those without
-            HeadStage._zero_left: np.cumsum(output.num_scheduled_tokens)[places] - 1 - distances => places
+            DraftNetwork.reads_every_row: max(self.taps) == num_layers => False
     models.last_rows, LAST_ROWS
         kept rows have the adapters of other tokens
             with_last_rows: found if slots is None else with_slots(found, slots) => found

@@ -144,7 +144,6 @@ def test_each_layout_drafts_what_plain_torch_says(make: Callable, plain: list, t
     config = config_of(method, directory)
     with CompiledEngine(str(target), **SMALL | SWAP, speculative_config=config) as engine:
         found = record_drafts(engine)
-        engine.own_runner.steps.keeps_all_rows = True  # the reference reads what the last layer gives of prompts
         outputs = engine.generate(unlike_prompts(8, 9), mixed(8), use_tqdm=False)
         stats = engine.stats()
     assert [output.outputs for output in outputs] == [output.outputs for output in plain]
@@ -173,7 +172,6 @@ def test_drafts_after_a_prefix_hit_are_those_without(
         assert drafting is not None
         assert drafting.coverage is not None
         found = record_drafts(engine)
-        engine.own_runner.steps.keeps_all_rows = True  # as above
         engine.generate(prompt, dataclasses.replace(params, num_speculative_tokens=0), use_tqdm=False)
         assert not found
         assert isinstance(drafting.kv_cache[-1], HiddenCache if keeps_hidden else FeatureCache)
