@@ -39,7 +39,7 @@ class DraftInput(NamedTuple):
     block_table: Tensor  # [R, M] int32; on a GPU: of all requests
     table_rows: Tensor | None  # [R] int32, on a GPU: where those of these requests are
     sampling: SamplingInput  # [R] each; its position is not read
-    token_row: Tensor | None = None  # [R] int32, of what the step's head took: that which the first row of logits is of
+    token_row: Tensor | None = None  # [R] int32: the row of ``StepOutputs.hidden`` of its first logits
     row_numbers: Tensor | None = None  # [R * (K + 1)] int32: 0, 1 and so on, where a network has so many rows at first
     parents: Tensor | None = (
         None  # [R, K + 1] int32, where drafts may be a tree: of each row that before it on its path

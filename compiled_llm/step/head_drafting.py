@@ -94,7 +94,8 @@ def draft_medusa_function(
 ) -> Any:
     """As ``draft_head_function``, of heads without a cache, which all read what the model's last right row gave.
 
-    In the place of the KV cache it takes that, of all tokens of the step: ``[T, D]``.
+    In the place of the KV cache it takes that, ``[T, D]``: of all tokens of the step, or of its rows of logits, as
+    ``token_row`` counts them.
     """
     both = min(vocab_size, model_config.vocab_size)
 

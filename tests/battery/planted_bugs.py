@@ -564,6 +564,8 @@ _PLANTED = """
             DraftCoverage._move: move(output.copies, device, device) =>
         a token that the device alone knew is computed as token 0
             DraftCoverage.begin_step: self._token_ids[row, end - 1] = UNKNOWN =>
+        tokens of the first request are entered for all
+            DraftCoverage.begin_step: at += count =>
         steps that do not follow one another are entered as one
             _follows: output.num_computed_tokens[0] == last.num_computed_tokens[0] + 1 => True
         a token that the device alone knew stays unknown

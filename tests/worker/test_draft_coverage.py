@@ -179,4 +179,4 @@ def test_steps_that_are_skipped_until_something_else_happens_are_entered_as_one_
                 coverage.end_step(rows, np.array(starts), ends, np.array([first, first]), store)
         assert num_skipped == (0 if not skips else 7 if moves_a_block else 8)
     assert found[0] == found[1]
-    assert found[0][1][0] == [1, 2, 3, *range(11, 19)]
+    assert found[0][1] == [[1, 2, 3, *range(11, 19)], [4, 5, 6, 7, 8, *range(21, 29)]]
