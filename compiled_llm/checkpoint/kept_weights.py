@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.api.config import EngineConfig
+from compiled_llm.checkpoint.quantization import plain_kind
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.ops import native
 from compiled_llm.ops.trusted_paths import check_trusted, make_directory
@@ -51,7 +52,7 @@ _SOURCES = (
 )
 _ARGUMENTS = (
     *("quantization", "quantization_group_size", "quantization_skip", "quantization_head", "quantization_embedding"),
-    *("quantization_activations", "compress_weights", "exact", "model_impl"),
+    *("quantization_activations", "exact", "model_impl"),
 )
 
 Fields = Mapping[str, Any]
@@ -91,6 +92,7 @@ def fields_of(config: EngineConfig, model_config: ModelConfig, dtype: torch.dtyp
         "model": str(model_config),
         "dtype": str(dtype),
         "arguments": {name: str(getattr(config, name)) for name in _ARGUMENTS},
+        "kind": repr(plain_kind(config, model_config, torch.device("cpu"), dtype)),
         "isa": native.best_isa(),
         "torch": torch.__version__,
         "code": _own_code(),

@@ -17,6 +17,8 @@ from compiled_llm.models.linears.quantizing import SCHEMES, Quantizing, check_sk
 from compiled_llm.models.quantized.described import described
 from compiled_llm.models.quantized.plan import read_quantization
 from compiled_llm.models.registry import family_of
+from compiled_llm.ops.linear.compressed_linear import GROUP
+from compiled_llm.system.resources import granted_cores
 
 # Of layers in 4 bits and fp8, unless asked for.
 _HEADS = {"int4": "int8", "mxfp4": "int8", "int4_w4a8": "int8_w8a8", "fp8": "int8"}
@@ -43,7 +45,9 @@ def plain_kind(config: EngineConfig, model_config: ModelConfig, device: torch.de
     """
     compress = config.compress_weights
     if compress is not False and Compressed.serves(device, dtype):
-        if compress or _bytes_of_layers(model_config, dtype) > IN_CACHES:
+        # A thread takes whole groups of outputs, of which some layers have no more than hidden_size makes.
+        is_shared = model_config.hidden_size >= GROUP * (config.num_threads or granted_cores())
+        if compress or (is_shared and _bytes_of_layers(model_config, dtype) > IN_CACHES):
             return Compressed
     elif compress:
         raise ValueError(

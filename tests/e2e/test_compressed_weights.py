@@ -1,5 +1,8 @@
 """An engine whose weights are compressed gives the bits of one whose are not."""
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,6 +12,7 @@ from compiled_llm.checkpoint.quantization import plain_kind
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.linears.compressed import Compressed, CompressedExperts
 from compiled_llm.models.linears.packed import Packed
+from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.weights import experts, linears
 from tests.families import checkpoint
 
@@ -36,14 +40,20 @@ def test_bits_are_those_of_plain_weights(family: str) -> None:
 
 
 @pytest.mark.skipif(not SERVES, reason="for CPUs with AVX512-BF16 and without AMX")
-def test_weights_that_stay_in_caches_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, dtype = read_config(checkpoint("llama")), torch.bfloat16
-    of = EngineConfig(), config, torch.device("cpu")
-    assert plain_kind(*of, dtype) is Packed
+def test_weights_of_caches_and_of_many_threads_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = dataclasses.replace(read_config(checkpoint("llama")), hidden_size=256)
+
+    def kind(dtype: torch.dtype = torch.bfloat16, **arguments: Any) -> LinearKind:
+        return plain_kind(EngineConfig(**arguments), config, torch.device("cpu"), dtype)
+
+    assert kind(num_threads=1) is Packed
     monkeypatch.setattr(quantization, "IN_CACHES", 1000)
-    assert plain_kind(*of, dtype) is Compressed
-    assert plain_kind(*of, torch.float32) is Packed
-    assert plain_kind(EngineConfig(compress_weights=False), *of[1:], dtype) is Packed
+    assert kind(num_threads=1) is Compressed
+    assert kind(num_threads=4) is Compressed
+    assert kind(num_threads=5) is Packed
+    assert kind(num_threads=5, compress_weights=True) is Compressed
+    assert kind(num_threads=1, compress_weights=False) is Packed
+    assert kind(torch.float32, num_threads=1) is Packed
 
 
 @pytest.mark.parametrize(("arguments", "given"), [({"dtype": "float32"}, "float32 on cpu")])
