@@ -26,18 +26,19 @@ PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 PARTIAL_ROPE = {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.5}}
 # What the table needs besides, of models whose small configs leave it to their classes.
 KNOWN_OF: dict[str, dict[str, Any]] = {
-    **{name: PARTIAL_ROPE for name in ("glm", "glm4", "glm4-moe", "qwen3-next", "qwen3.5-moe")},
+    **dict.fromkeys(("glm", "glm4", "glm4-moe", "qwen3-next", "qwen3.5-moe"), PARTIAL_ROPE),
     **{name: {"initializer_range": 0.02} for name in ("llama", "llama-rope3-tied", "llama-biases")},
+    "qwen2": {"use_sliding_window": False, "sliding_window": None},
     **{name: {"sliding_window": None} for name in ("qwen3", "qwen3-untied")},
 }
 for _name in ("gemma2", "gpt-oss", "qwen3.5-moe"):
     _types = ["full_attention"] * CONFIGS[_name][1]["num_hidden_layers"]
     KNOWN_OF[_name] = {**KNOWN_OF.get(_name, {}), "layer_types": _types}
 # Left to their classes also so: these act on fields that the small configs need.
-ASKED = {"smollm3", "phi3", "qwen2", "gemma4", "gemma4-moe", "gpt-neox", "gpt-neox-in-turn", "mistral4", "qwen3.5"}
+ASKED = {"smollm3", "phi3", "gemma4", "gemma4-moe", "gpt-neox", "gpt-neox-in-turn", "mistral4", "qwen3.5"}
 ASKED |= {"deepseek-v2", "deepseek-v3", "deepseek-v3-halves", "granite-hybrid", "granite-hybrid-moe"}
 ASKED |= {"nemotron-h", "nemotron-h-moe", "lfm2-tied"}
-NUM_PAIRS = 100
+NUM_PAIRS = 1000
 
 
 @pytest.fixture(autouse=True)
