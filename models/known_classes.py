@@ -3,6 +3,11 @@
 ``known_classes.json`` has their fields, defaults and types, and which values they keep as they are given. It is written
 from the classes by ``scripts/make_known_classes.py``, for one version of transformers: beside any other it is not used.
 Whatever it does not say is ``NotKnown``. Then the class itself is asked, so a config is read alike with and without it.
+
+Rules that are written here by hand, since they take several fields: which forms of rotary embeddings are complete
+(``_NEEDED``), that ``layer_types`` has a known type for each layer, that null may not stand for a field that the class
+does not declare, and what the heads' number, their width and layers' types stand in for (``HEADS``, ``WIDTH``,
+``FULL``). Which of these last a class follows, and which forms it keeps, is in the table.
 """
 
 import dataclasses
@@ -47,9 +52,12 @@ class KnownClass:
         model_type, attribute_map: as it has them.
         parameters: field -> default, of every field that it takes.
         types: field -> the type that it declares, such as "int | None"; of those that the class is asked about.
+        checked: fields of which it checks more than the type.
+        even: whether it refuses a hidden size that is no multiple of the number of heads.
         fills: field -> what it puts in the place of null: ``HEADS``, ``WIDTH``, ``FULL``, or "" for anything else.
         changes: fields whose values it may change.
-        depends: field -> those whose values, unless they are the defaults, may change it.
+        depends: field -> those whose values, unless they are the defaults, may change it; ``rope_parameters`` as
+            they are given.
         others: fields that it does not declare, which are attributes where they are given, and do nothing else.
         ropes: of ``FLAT``, ``PARTIAL``, ``OLD``, ``SCALED`` and ``BY_LAYER`` those that hold.
         attributes: what its objects have besides.
@@ -60,6 +68,8 @@ class KnownClass:
     attribute_map: Mapping[str, str]
     parameters: Mapping[str, Any]
     types: Mapping[str, str]
+    checked: Collection[str]
+    even: bool
     fills: Mapping[str, str]
     changes: Collection[str]
     depends: Mapping[str, Collection[str]]
@@ -68,13 +78,16 @@ class KnownClass:
     attributes: Collection[str]
 
     def check_types(self, config: dict[str, Any]) -> None:
-        """``NotKnown`` unless each field of a parsed ``config.json`` has its default, or plainly the declared type."""
+        """``NotKnown`` unless each field of a parsed ``config.json`` has its default, or plainly the declared type.
+
+        Of fields whose values the class checks besides, only the default is known.
+        """
         for name in config.keys() & self.types.keys():
             value = config[name]
             if value == self.parameters[name] and type(value) is type(self.parameters[name]):
                 continue
             plain = any(_is_of(value, kind) for kind in self.types[name].split(" | "))
-            if not plain or (name == "initializer_range" and not 0 <= value <= 1):
+            if not plain or name in self.checked:
                 raise NotKnown(name)
 
     def filled(self, config: dict[str, Any], others: Collection[str]) -> "KnownValues":
@@ -91,7 +104,7 @@ class KnownClass:
         if nulls or beside - {*_OLD_ROPES, *self.others}:
             raise NotKnown(*beside)
         full = KnownValues(self, config)
-        if full.hidden_size % full.num_attention_heads:
+        if self.even and full.hidden_size % full.num_attention_heads:
             raise NotKnown("hidden_size")
         types = config.get("layer_types")
         if types is not None and (len(types) != full.num_hidden_layers or not _LAYER_TYPES.issuperset(types)):
@@ -113,10 +126,10 @@ class KnownValues:
             return self._given[name]
         if name not in known.parameters:
             raise NotKnown(name) if name in known.attributes else AttributeError(name)
-        if name == "rope_parameters":
-            return self._ropes()
         if any(self._has_another(other) for other in known.depends.get(name, ())):
             raise NotKnown(name)
+        if name == "rope_parameters":
+            return self._ropes()
         value = self._given.get(name, known.parameters[name])
         if value is None and name in known.fills:
             return self._in_place_of_null(known.fills[name])

@@ -2,8 +2,8 @@
 
     python scripts/make_known_classes.py
 
-It is to be run again with each version of transformers that constraints.txt names. Exit status: 0, or 1 with
-``--check`` if the file is out of date.
+It is to be run again with each version of transformers that constraints.txt names, and after a change of a family's
+``hf_config`` or ``old_fields``. Exit status: 0, or 1 with ``--check`` if the file is out of date.
 """
 
 import copy
@@ -45,6 +45,8 @@ def found(config_class: Any, others: list[str]) -> dict[str, Any]:
     changes, depends, untried = set[str](), dict[str, set[str]](), set[str]()
     nullable = [name for name in parameters if "None" in types[name].split(" | ")]
     fills = {name for name in nullable if not _Tried(config_class, {name: None}).keeps(name)}
+    ropes = _ropes(config_class)
+    kept_ropes = [_rope_tries(config_class)[way] for way in ropes if way != OLD]
     for name, value in parameters.items():
         if value is not None and not usual.keeps(name):
             changes.add(name)
@@ -55,10 +57,12 @@ def found(config_class: Any, others: list[str]) -> dict[str, Any]:
             tried = _Tried(config_class, {name: other})
             if not tried.keeps(name):
                 changes.add(name)
-            for altered in parameters.keys() - {name}:
+            for altered in parameters.keys() - {name, "rope_parameters"}:
                 is_filled = parameters[altered] is None and name in _SIZES
                 if tried.made is not None and not is_filled and tried.value(altered) != usual.value(altered):
                     depends.setdefault(altered, set()).add(name)
+            if tried.made is not None and any(_alters(config_class, name, other, given) for given in kept_ropes):
+                depends.setdefault("rope_parameters", set()).add(name)
     filling = {name: _filling(config_class, name) for name in sorted(fills)}
     for name in [name for name, what in filling.items() if what]:
         depends[name] = depends.get(name, set()) | untried - {name}
@@ -67,11 +71,13 @@ def found(config_class: Any, others: list[str]) -> dict[str, Any]:
         "attribute_map": config_class.attribute_map,
         "parameters": class_parameters(config_class),
         "types": types,
+        "checked": sorted(name for name in parameters if len(config_class.__validators__.get(name, ())) > 1),
+        "even": _refuses_uneven(config_class),
         "fills": filling,
         "changes": sorted(changes | untried - {"rope_parameters"}),
         "depends": {name: sorted(on) for name, on in sorted(depends.items())},
         "others": [name for name in others if _takes(config_class, name, usual)],
-        "ropes": _ropes(config_class),
+        "ropes": ropes,
         "attributes": sorted(n for n in dir(config_class()) if not n.startswith("_") and n not in parameters),
     }
 
@@ -136,13 +142,23 @@ def _takes(config_class: Any, name: str, usual: _Tried) -> bool:
 def _filling(config_class: Any, name: str) -> str:
     """What stands in the place of null, if it does so for other sizes."""
     found = set()
-    for heads, width, count in ((6, 40, 5), (10, 24, 8)):
-        sizes = {"hidden_size": heads * width, "num_attention_heads": heads, "num_hidden_layers": count}
-        given = {config_class.attribute_map.get(size, size): value for size, value in sizes.items()}
-        value = _Tried(config_class, {**given, name: None}).value(name)
-        known = {HEADS: heads, WIDTH: width, FULL: [FULL] * count}
+    for heads, hidden, count in ((6, 240, 5), (10, 240, 8), *(() if _refuses_uneven(config_class) else ((7, 240, 8),))):
+        sizes = {"hidden_size": hidden, "num_attention_heads": heads, "num_hidden_layers": count}
+        value = _Tried(config_class, {**_sizes(config_class, sizes), name: None}).value(name)
+        known = {HEADS: heads, WIDTH: hidden // heads, FULL: [FULL] * count}
         found.add(next((what for what, expected in known.items() if value == expected), ""))
     return found.pop() if len(found) == 1 else ""
+
+
+def _refuses_uneven(config_class: Any) -> bool:
+    """Whether it refuses a hidden size that is no multiple of the number of heads."""
+    sizes = _sizes(config_class, {"hidden_size": 241, "num_attention_heads": 6})
+    return _Tried(config_class, sizes).made is None
+
+
+def _sizes(config_class: Any, sizes: dict[str, int]) -> dict[str, int]:
+    """By the class's own names."""
+    return {config_class.attribute_map.get(size, size): value for size, value in sizes.items()}
 
 
 def _ropes(config_class: Any) -> list[str]:
@@ -151,22 +167,34 @@ def _ropes(config_class: Any) -> list[str]:
     def made(**given: Any) -> Any:
         return _Tried(config_class, given).value("rope_parameters")
 
-    def without(parameters: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in parameters.items() if name != "rope_theta"}
+    scaling = {name: value for name, value in _YARN.items() if name != "rope_theta"}
+    kept = {way: made(**given) == given["rope_parameters"] for way, given in _rope_tries(config_class).items()}
+    kept[OLD] = made(rope_theta=3.0) == _PLAIN and made(rope_theta=3.0, rope_scaling=scaling) == _YARN
+    return [way for way in (FLAT, PARTIAL, OLD, SCALED, BY_LAYER) if kept[way]]
 
+
+def _rope_tries(config_class: Any) -> dict[str, dict[str, Any]]:
+    """Way to give rotary embeddings -> fields that do so."""
     kinds = ("sliding_attention", FULL)
     count = getattr(config_class(), "num_hidden_layers", 0)
     types = [kinds[0]] * (count - 1) + [kinds[1]]
     partial = {**_PLAIN, "partial_rotary_factor": 0.5}
     by_layer = {kinds[0]: {"rope_type": "default", "rope_theta": 5.0}, kinds[1]: _YARN}
-    ways = {
-        FLAT: made(rope_parameters=_PLAIN) == _PLAIN,
-        PARTIAL: made(rope_parameters=partial) == partial,
-        OLD: made(rope_theta=3.0) == _PLAIN and made(rope_theta=3.0, rope_scaling=without(_YARN)) == _YARN,
-        SCALED: made(rope_parameters=_YARN) == _YARN,
-        BY_LAYER: made(rope_parameters=by_layer, layer_types=types) == by_layer,
+    return {
+        FLAT: {"rope_parameters": _PLAIN},
+        PARTIAL: {"rope_parameters": partial},
+        SCALED: {"rope_parameters": _YARN},
+        BY_LAYER: {"rope_parameters": by_layer, "layer_types": types},
     }
-    return [way for way, is_kept in ways.items() if is_kept]
+
+
+def _alters(config_class: Any, name: str, value: Any, ropes: dict[str, Any]) -> bool:
+    """Whether a field's value changes rotary embeddings that are given beside it, or is refused then."""
+    beside = {name: value, **ropes}  # a field that these give keeps their value
+    if name == "num_hidden_layers" and "layer_types" in ropes:  # as many types, and the last one is there
+        beside["layer_types"] = ropes["layer_types"][:1] * (value - 1) + ropes["layer_types"][-1:]
+    tried = _Tried(config_class, beside)
+    return tried.value("rope_parameters") != ropes["rope_parameters"]
 
 
 def main() -> int:

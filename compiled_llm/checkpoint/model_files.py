@@ -52,7 +52,10 @@ def load_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
 
 
 def _tokenizer_parts(directory: Path) -> TokenizerParts:
-    """Of a GGUF file all files are our own, for transformers' general class, which changes nothing."""
+    """Of a GGUF file all files are our own, for transformers' general class, which changes nothing.
+
+    That class is the one, since their ``config.json`` has no ``model_type``, which would name another.
+    """
     return read_parts(directory, compare=not has_index(directory))
 
 

@@ -36,13 +36,12 @@ from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import tensors
 from compiled_llm.ops.attention import kv_quant
 from compiled_llm.ops.recurrent.state_rows import StateRows
-from compiled_llm.quantizing.texts import Window
+from compiled_llm.quantizing.texts import ROWS_AT_ONCE, Window
 from compiled_llm.step.kv_cache import allocate, layer_dtypes
 from compiled_llm.worker.device import resolve_device
 
 BLOCK_SIZE = 16
 WORTH_KEEPING = 2.0  # times the mean over the layers
-ROWS_AT_ONCE = 64  # of logits, in float64
 L = TypeVar("L", bound=Hashable)
 
 
@@ -62,8 +61,10 @@ class Model(NamedTuple):
 class Comparison:
     """A quantised model, or one with a quantised cache, against it in its own dtype, over all tokens of a text.
 
+    What a tokenizer puts before it is read and not scored.
+
     Attributes:
-        kl: divergence for each token, ``[T]`` float64, nats.
+        kl: divergence for each token that is scored, ``[T]`` float64, nats.
         losses: of the next tokens in the model's dtype and quantised, means in nats.
         top1: share of the tokens whose likeliest next token is the same.
         output_errors: of each output that was looked at, the Euclidean norm over all tokens of the difference to the
@@ -163,16 +164,16 @@ def compare(
     squares: list[Tensor] = []  # of each chunk, [outputs, 2] float64: of the error, of the output
     for window in tqdm(windows, desc=title, unit="window", disable=None, leave=False):
         for start in range(0, len(window.token_ids), chunk):
-            tokens, targets = (part[start : start + chunk] for part in window)
+            tokens, targets = (part[start : start + chunk] for part in (window.token_ids, window.targets))
             own_logits, own_outputs = run(own, own_cache, tokens, start)
             logits, outputs = run(other, cache, tokens, start)
             check_scales(cache, start, start + len(tokens))
             for states in (own_cache, cache):
                 keep_states(states)
             squares.append(_squares(own_outputs, outputs))
-            agreements.append(own_logits.argmax(-1) == logits.argmax(-1))
-            rows = (tensor.split(ROWS_AT_ONCE) for tensor in (own_logits, logits, targets.long()))
-            for own_part, part, target in zip(*rows, strict=True):
+            scored = [x[max(0, window.first - start) :] for x in (own_logits, logits, targets.long())]
+            agreements.append(scored[0].argmax(-1) == scored[1].argmax(-1))
+            for own_part, part, target in zip(*(x.split(ROWS_AT_ONCE) for x in scored), strict=True):
                 own_log_probs, log_probs = own_part.double().log_softmax(-1), part.double().log_softmax(-1)
                 kl.append(F.kl_div(log_probs, own_log_probs, reduction="none", log_target=True).sum(-1))
                 pair = [F.nll_loss(log_p, target, reduction="none") for log_p in (own_log_probs, log_probs)]

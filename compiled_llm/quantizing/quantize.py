@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.checkpoint.model_files import checkpoint_directory
@@ -16,9 +15,7 @@ from compiled_llm.checkpoint.writing import CheckpointWriter
 from compiled_llm.quantizing.block_quantizer import Settings
 from compiled_llm.quantizing.blocks import BlockModel
 from compiled_llm.quantizing.model_quantizer import Result, Windows, quantize_checkpoint
-from compiled_llm.quantizing.texts import Text
-
-_ROWS_AT_ONCE = 64  # of logits in float64: all of a window's take gigabytes where the vocabulary is large
+from compiled_llm.quantizing.texts import ROWS_AT_ONCE, Text, Window
 
 
 class Report(NamedTuple):
@@ -54,28 +51,30 @@ def quantize(
         ValueError: a text has too few tokens, ``output`` is not empty, or as ``quantize_checkpoint``.
     """
 
-    def ids_of(text: Text | None) -> list[Tensor]:
-        """Windows of token ids, with the token after each at its end."""
-        cut = [] if text is None else text.windows(engine, model.config, torch.device("cpu"), next_inside=True)
-        return [torch.cat([window.token_ids, window.targets[-1:]]) for window in cut]
+    def windows_of(text: Text | None) -> list[Window]:
+        return [] if text is None else text.windows(engine, model.config, torch.device("cpu"), next_inside=True)
 
-    text = Windows(*model.embed(ids_of(calibration)))
-    ids = ids_of(evaluation)
-    hidden, calls = model.embed(ids)
-    evaluated: Sequence[Windows] = (Windows(hidden, calls), Windows(list(hidden), calls)) if ids else ()
+    def embedded(windows: list[Window]) -> Windows:
+        """With the token after each at its end."""
+        return Windows(*model.embed([torch.cat([window.token_ids, window.targets[-1:]]) for window in windows]))
+
+    text = embedded(windows_of(calibration))
+    windows = windows_of(evaluation)
+    before = embedded(windows)
+    evaluated: Sequence[Windows] = (before, Windows(list(before.hidden), before.calls)) if windows else ()
     writer = CheckpointWriter(checkpoint_directory(engine), output)
     result = quantize_checkpoint(model, writer, settings, text, evaluated, progress)
     calibrated_tokens = sum(x.shape[1] for x in text.hidden)
-    return Report(result, calibrated_tokens, quality_of(model, ids, *evaluated) if evaluated else {})
+    return Report(result, calibrated_tokens, quality_of(model, windows, *evaluated) if evaluated else {})
 
 
-def quality_of(model: BlockModel, ids: Sequence[Tensor], before: Windows, after: Windows) -> dict[str, float]:
+def quality_of(model: BlockModel, windows: Sequence[Window], before: Windows, after: Windows) -> dict[str, float]:
     """Of the quantised model beside the model as it was."""
     losses, kl, agreed, count = torch.zeros(2, dtype=torch.float64), 0.0, 0, 0
-    for tokens, *hidden in zip(ids, before.hidden, after.hidden, strict=True):
-        logits, targets = [model.logits(x) for x in hidden], tokens[1:].long()
-        for start in range(0, len(targets), _ROWS_AT_ONCE):
-            wanted = targets[start : start + _ROWS_AT_ONCE]
+    for window, *hidden in zip(windows, before.hidden, after.hidden, strict=True):
+        logits, targets = [model.logits(x)[window.first :] for x in hidden], window.targets[window.first :].long()
+        for start in range(0, len(targets), ROWS_AT_ONCE):
+            wanted = targets[start : start + ROWS_AT_ONCE]
             own, other = (x[start : start + len(wanted)].double().log_softmax(-1) for x in logits)
             losses += torch.stack([F.nll_loss(p, wanted, reduction="sum") for p in (own, other)])
             kl += float(F.kl_div(other, own, reduction="sum", log_target=True))

@@ -20,13 +20,18 @@ from compiled_llm.text.tokenizer import Tokenizer
 LEFT_OUT = ("site-packages/", "dist-packages/", "test/", "lib2to3/tests/data/", "encodings/", "pydoc_data/")
 HELD_OUT_ONE_IN = 32
 _LEARNED_FILES = 200  # more than a calibration reads
+ROWS_AT_ONCE = 64  # of logits in float64: all of a window's take gigabytes where the vocabulary is large
 
 
 class Window(NamedTuple):
-    """Consecutive tokens, and the token after each of them: ``[T]`` each."""
+    """Consecutive tokens, and the token after each of them: ``[T]`` each.
+
+    Targets before ``first`` are not the text's but the tokenizer's, which puts them before it: they are not scored.
+    """
 
     token_ids: Tensor
     targets: Tensor
+    first: int = 0
 
 
 class Text(NamedTuple):
@@ -76,15 +81,16 @@ class Text(NamedTuple):
         directory = checkpoint_directory(engine)
         tokenizer = load_tokenizer(engine, directory) or Tokenizer(directory)
         documents, count, before = [], 0, tokenizer.prefix_ids
-        if length - next_inside < len(before):
+        least = max(1, len(before))
+        if length - next_inside < least:
             raise ValueError(
-                f"--window must be at least {len(before) + next_inside}, for the tokens that the tokenizer puts before "
-                f"a text, given {length}"
+                f"--window must be at least {least + next_inside}, for what the tokenizer puts before a text and a "
+                f"token of it, given {length}"
             )
         for text in self.read():
             documents.append(tokenizer.encode(text)[len(before) :])
-            count += len(documents[-1])
-            if self.max_tokens is not None and count > self.max_tokens:
+            count += max(0, len(documents[-1]) - (not before))  # as many as `cut_windows` predicts
+            if self.max_tokens is not None and count >= self.max_tokens:
                 break
         return cut_windows(documents, length - next_inside, self.max_tokens, device, before)
 
@@ -99,10 +105,11 @@ def cut_windows(
     """Windows that predict the tokens of documents, each of them once; without ``before`` not the first ones.
 
     Args:
-        length: the most tokens of a window.
+        length: the most tokens of a window, at least 1 and those of ``before``.
         max_tokens: how many are predicted; None: all.
         before: what each window begins with. Without it a window begins with the last token that was predicted.
     """
+    assert length >= max(1, len(before))
     windows, left = [], sum(map(len, documents)) if max_tokens is None else max_tokens
     for document in documents:
         start = 0 if before else 1
@@ -110,10 +117,10 @@ def cut_windows(
             first = [*before] or document[start - 1 : start]
             count = min(length - len(first) + 1, left, len(document) - start)
             tokens = torch.tensor([*first, *document[start : start + count]], dtype=torch.int32, device=device)
-            windows.append(Window(tokens[:-1], tokens[1:]))
+            windows.append(Window(tokens[:-1], tokens[1:], len(first) - 1))
             start, left = start + count, left - count
     if not windows:
-        raise ValueError("the text must have two tokens at least")
+        raise ValueError(f"the text must have at least {'one token' if before else 'two tokens'}")
     return windows
 
 

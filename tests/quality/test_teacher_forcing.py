@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 
+from compiled_llm.api.config import EngineConfig
 from compiled_llm.checkpoint.model_files import DEMO_MODEL
 from compiled_llm.models.config_file import read_config
 from compiled_llm.quality import teacher_forcing
+from compiled_llm.quantizing.texts import Window
 from compiled_llm.step.kv_cache import allocate
 
 
@@ -35,3 +37,18 @@ def test_every_scale_that_was_written_is_checked(bad: float) -> None:
         teacher_forcing.BadScaleError, match="layer 2: the scale of the values of token 20, KV head 1, is"
     ):
         teacher_forcing.check_scales(cache, 10, 21)
+
+
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_what_is_put_before_a_text_is_not_scored(chunk: int) -> None:
+    model = teacher_forcing.load_model(EngineConfig(dtype="float32"))
+    ids = torch.arange(100, 121, dtype=torch.int32)
+    other_targets = torch.cat([ids[-5:], ids[6:]])
+    dtypes = [torch.int8] * model.config.num_layers
+
+    def compared(window: Window) -> teacher_forcing.Comparison:
+        return teacher_forcing.compare(model, model, dtypes, [window], chunk)
+
+    whole, scored = compared(Window(ids[:-1], ids[1:])), compared(Window(ids[:-1], ids[1:], 5))
+    torch.testing.assert_close(scored.kl, whole.kl[5:])
+    assert compared(Window(ids[:-1], other_targets, 5)).losses == scored.losses != whole.losses

@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -15,8 +18,11 @@ from compiled_llm import CompiledEngine
 from compiled_llm.checkpoint.model_files import DEMO_MODEL
 from compiled_llm.commands.quantize import main
 from compiled_llm.ops.linear.quantized_weight import dequantize, quantize
+from compiled_llm.quantizing.blocks import BlockModel
+from compiled_llm.quantizing.model_quantizer import Windows
+from compiled_llm.quantizing.quantize import quality_of
 from compiled_llm.quantizing.schemes import make_scheme
-from compiled_llm.quantizing.texts import held_out_texts
+from compiled_llm.quantizing.texts import Window, held_out_texts
 from compiled_llm.text.tokenizer import Tokenizer
 from tests.families import CONFIGS
 
@@ -141,3 +147,48 @@ def test_an_engine_of_the_written_checkpoint_has_the_perplexity_that_was_measure
         logprobs = [logprob for score in scores for logprob in score.logprobs]
         assert len(logprobs) == found["tokens"]
         assert math.exp(-math.fsum(logprobs) / len(logprobs)) == pytest.approx(found[expected], rel=tolerance)
+
+
+def test_what_is_put_before_a_text_is_not_scored() -> None:
+    model, ids = BlockModel(DEMO_MODEL), torch.arange(100, 112, dtype=torch.int32)
+    hidden, calls = model.embed([ids])
+    found = quality_of(model, [Window(ids[:-1], ids[1:], 3)], Windows(hidden, calls), Windows([-hidden[0]], calls))
+    wanted, losses = ids[4:].long(), []
+    for x in (hidden[0], -hidden[0]):
+        log_probs = model.logits(x)[3:-1].double().log_softmax(-1)
+        losses.append(-log_probs[torch.arange(8), wanted].mean().item())
+    assert found["tokens"] == 8
+    assert [math.log(found[name]) for name in ("perplexity", "perplexity_quantised")] == pytest.approx(losses)
+
+
+def test_logits_are_computed_of_what_is_evaluated_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vocabulary's may take longer than all blocks."""
+    model = BlockModel(DEMO_MODEL)
+
+    def refuse(*args: object) -> None:
+        raise RuntimeError("logits")
+
+    monkeypatch.setattr(model.model.lm_head, "forward", refuse)
+    hidden, _ = model.embed([torch.arange(100, 112)])
+    with pytest.raises(RuntimeError, match="logits"):
+        model.logits(hidden[0])
+
+
+def test_threads_do_not_spin_while_they_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reads that when it is imported; a process that has imported it keeps its environment."""
+    words = ["--output", str(tmp_path / "out"), "--method", "gptq", "--kind", "int4", "--model", str(tmp_path / "none")]
+    code = (
+        "import importlib.abc, os, sys\n"
+        "class Finder(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'torch': sys.exit(os.environ.get('OMP_WAIT_POLICY', 'not set'))\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from compiled_llm.commands.quantize import main\n"
+        f"main('compiled-llm quantize', {words!r})"
+    )
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    ended = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.stderr.splitlines()[-1] == "passive"
+    with pytest.raises(SystemExit, match="2"):
+        main("compiled-llm quantize", words)
+    assert "OMP_WAIT_POLICY" not in os.environ

@@ -27,11 +27,32 @@ def test_each_window_begins_with_what_is_put_before_a_text(before: list[int]) ->
     windows = cut_windows(documents, 8, None, torch.device("cpu"), before)
     assert all(window.token_ids[: len(before)].tolist() == before for window in windows)
     assert max(len(window.token_ids) for window in windows) == 8
-    predicted = [token for window in windows for token in window.targets[len(before) - 1 :].tolist()]
+    predicted = [token for window in windows for token in window.targets[window.first :].tolist()]
     assert predicted == [*range(100, 121), 7, 50, 51, 52]
     assert all(torch.equal(window.targets[:-1], window.token_ids[1:]) for window in windows)
     few = cut_windows(documents, 8, 11, torch.device("cpu"), before)
-    assert sum(len(window.targets) - len(before) + 1 for window in few) == 11
+    assert sum(len(window.targets) - window.first for window in few) == 11
+    shortest = cut_windows(documents, len(before), None, torch.device("cpu"), before)
+    assert [window.targets[window.first :].tolist() for window in shortest] == [[token] for token in predicted]
+    with pytest.raises(ValueError, match="one token"):
+        cut_windows([[]], 8, None, torch.device("cpu"), before)
+
+
+@pytest.mark.parametrize("before", [[], [1, 2]])
+def test_a_window_that_predicts_nothing_is_refused(before: list[int]) -> None:
+    with pytest.raises(AssertionError):
+        cut_windows([[5, 6, 7]], max(0, len(before) - 1), None, torch.device("cpu"), before)
+
+
+@pytest.mark.parametrize("prefix", [[], [5]])
+def test_as_many_tokens_of_short_documents_as_are_asked_for(prefix: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(Tokenizer, "prefix_ids", prefix)
+    monkeypatch.setattr(Text, "read", lambda self: ["", *(["abc"] * 10)])
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: read.append(text) or [*prefix, *map(ord, text)])
+    windows = Text(None, 12, 16).windows(EngineConfig(), read_config(DEMO_MODEL), torch.device("cpu"))
+    assert sum(len(window.targets) - window.first for window in windows) == 12
+    assert len(read) == 1 + (4 if prefix else 6)  # and no more is read than that takes
 
 
 def test_windows_of_a_model_begin_as_its_prompts(monkeypatch: pytest.MonkeyPatch) -> None:

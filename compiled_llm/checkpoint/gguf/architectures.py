@@ -12,6 +12,7 @@ import numpy as np
 
 from compiled_llm.checkpoint.gguf.header import Header
 from compiled_llm.checkpoint.stored_tensors import CheckpointError
+from compiled_llm.models.config_values import MOST
 from compiled_llm.models.files import open_file
 
 Fields = dict[str, Any]
@@ -243,7 +244,7 @@ def _gemma3(metadata: Metadata) -> Fields:
 
 def _layer_types(metadata: Metadata, period: int) -> list[str]:
     """By the pattern of the file, a flag for each layer or a period, or else by ``period``."""
-    count = metadata.need("block_count")
+    count = _block_count(metadata)
     given = metadata.get("attention.sliding_window_pattern", period)
     slides = given if isinstance(given, list) else [(i + 1) % given != 0 for i in range(count)]
     return ["sliding_attention" if one else "full_attention" for one in slides]
@@ -318,7 +319,18 @@ def _glm4_moe(metadata: Metadata) -> Fields:
 
 def _layers(metadata: Metadata) -> int:
     """Without those that guess the token after the next, which follow the others."""
-    return metadata.need("block_count") - metadata.get("nextn_predict_layers", 0)
+    return _block_count(metadata) - metadata.get("nextn_predict_layers", 0)
+
+
+def _block_count(metadata: Metadata) -> int:
+    """Checked here, since lists of that length are made before the other sizes are checked."""
+    count, most = metadata.need("block_count"), MOST["num_hidden_layers"]
+    if count > most:
+        raise CheckpointError(
+            f"{metadata.header.paths[0]}: {metadata.architecture}.block_count must be at most {most}, found {count}: "
+            "no model has that many layers, so the file is damaged; get it again"
+        )
+    return count
 
 
 def _gpt_oss(metadata: Metadata) -> Fields:

@@ -34,6 +34,7 @@ def test_a_file_is_the_model_that_it_was_made_of(name: str, tmp_path: Path) -> N
     path = write(tmp_path / "model.gguf", MODELS[name][0], metadata_of(name), tensors_of(name))
     directory, expected = model_directory(str(path)), read_config(hub_checkpoint(name))
     config = read_config(directory)
+    assert "model_type" not in read_json(directory / "config.json")  # see test_its_general_class_would_change_nothing
     for field in dataclasses.fields(expected):
         if field.name not in NOT_SAID:
             assert getattr(config, field.name) == getattr(expected, field.name), field.name
@@ -114,6 +115,14 @@ def test_metadata_that_no_model_has(name: str, key: str, value: object, tmp_path
     metadata = metadata_of(name) | {f"{name}.{key}": value}
     path = write(tmp_path / "model.gguf", name, metadata, tensors_of(name))
     with pytest.raises(CheckpointError, match=r"model\.gguf: "):
+        model_directory(str(path))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "qwen35"])
+def test_more_layers_than_any_model_has(name: str, tmp_path: Path) -> None:
+    """Lists of that length are made of them."""
+    path = write(tmp_path / "model.gguf", name, metadata_of(name) | {f"{name}.block_count": 2**31}, tensors_of(name))
+    with pytest.raises(CheckpointError, match=rf"{name}\.block_count must be at most 1024, found 2147483648: .* again"):
         model_directory(str(path))
 
 

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from compiled_llm.checkpoint.gguf.architectures import config_of
+from compiled_llm.checkpoint.gguf.header import read_header
 from compiled_llm.checkpoint.gguf.tokenizer import end_of_text_ids, read_vocabulary, tokenizer_config, tokenizer_json
 from compiled_llm.checkpoint.stored_tensors import CheckpointError
 from compiled_llm.text.tokenizer_parts import read_parts
@@ -149,4 +151,7 @@ def test_its_general_class_would_change_nothing(name: str, model: str, pre: str,
     assert vocabulary is not None
     (tmp_path / "tokenizer.json").write_text(tokenizer_json(vocabulary))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(vocabulary)))
+    _, config = config_of(read_header(write(tmp_path / "model.gguf", "llama", metadata_of("llama"), {})))
+    assert "model_type" not in config  # a type's own class would be asked, which may change more
+    (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_parts(tmp_path, compare=False) == read_parts(tmp_path)

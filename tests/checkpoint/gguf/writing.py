@@ -145,7 +145,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "glm4moe": (
         "glm4moe", "Glm4MoeForCausalLM",
         {
-            **{"head_dim": 28, **_ROUTED},
+            **{"head_dim": 28, "num_attention_heads": 6, **_ROUTED},  # as published, no divisor of the hidden size
             **{"routed_scaling_factor": 1.5, "rope_parameters": {**_BASE, "partial_rotary_factor": 0.5}},
         },
         {
