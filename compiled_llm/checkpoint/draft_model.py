@@ -118,9 +118,8 @@ def _own_arguments(config: EngineConfig, wanted: SpeculativeConfig, target: Mode
         quantization_head="auto",
         quantization_embedding="none",
         quantization_activations="auto",
-        compress_weights=None
-        if config.compress_weights
-        else config.compress_weights,  # a draft model need not be one that can be
+        # True might refuse a small draft model.
+        compress_weights=False if config.compress_weights is False else None,
         sliding_window=None,
         attention_sink_tokens=0,
         num_state_slots=None,

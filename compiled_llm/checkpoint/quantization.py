@@ -45,14 +45,14 @@ def plain_kind(config: EngineConfig, model_config: ModelConfig, device: torch.de
     """
     compress = config.compress_weights
     if compress is not False and Compressed.serves(device, dtype):
-        # A thread takes whole groups of outputs, of which some layers have no more than hidden_size makes.
+        # A thread takes 64 outputs at a time, of which some layers have hidden_size: with less, some would have none.
         is_shared = model_config.hidden_size >= GROUP * (config.num_threads or granted_cores())
         if compress or (is_shared and _bytes_of_layers(model_config, dtype) > IN_CACHES):
             return Compressed
     elif compress:
         raise ValueError(
             "compress_weights must be None or False but for a model in bfloat16 on a CPU with AVX512-BF16 and without "
-            f"AMX, given True for {str(dtype)[6:]} on {device}: leave it out"
+            f"AMX, where a C++ compiler built the kernels, given True for {str(dtype)[6:]} on {device}: leave it out"
         )
     return linear_kind(device, dtype, config.exact)
 

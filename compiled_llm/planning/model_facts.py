@@ -30,6 +30,7 @@ def facts_of(name: str, config: ModelConfig) -> ModelFacts:
             f"--models: {name} ({config.architecture}) has layers with a state or a window, of which steps are not "
             "estimated: measure it (compiled-llm bench step-costs) and give --costs"
         )
+    # Facts must not depend on the CPU that estimates.
     plain = EngineConfig(device="cpu", dtype="bfloat16", compress_weights=False)
     linears = linears_of(plain, config, torch.device("cpu"), dtype)
     weights = family_of(config).describe(config, dtype, linears).weights

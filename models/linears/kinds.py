@@ -9,7 +9,7 @@ from compiled_llm.models.linears.protocol import LinearKind
 
 KINDS: tuple[LinearKind, ...] = (Packed, Dense, Exact)
 IN_CACHES = 64 << 20
-"""Bytes of linear layers that may stay in a CPU's caches, where compressed ones are up to 1.2 times as slow."""
+"""Bytes of linear layers that may stay in a CPU's caches, where compressed ones are 0.80 to 1.4 times as fast."""
 
 
 def linear_kind(device: torch.device, dtype: torch.dtype, exact: bool = False) -> LinearKind:

@@ -15,7 +15,7 @@
 namespace {
 
 constexpr int64_t TILE = 16, HALVES = 2, LANES = 4, OUTPUTS = 8, PLACES = 16, WORD_BYTES = 192;
-constexpr int64_t SAMPLES = 2048;  // inputs of an output that are counted, about: rare bytes count, too
+constexpr int64_t SAMPLES = 2048;  // inputs of an output that are counted at least; all of fewer than 4,096, for rare bytes
 constexpr uint8_t NONE = 0xff;    // no code of an upper byte
 constexpr int32_t END = 0x7fffffff;
 
@@ -24,14 +24,14 @@ struct Outputs {
   const uint16_t* rows[OUTPUTS];  // [K]
   uint8_t code_of[256];           // of each upper byte
 
-  // Chooses the 16 most frequent upper bytes of some of the weights.
+  // Chooses the 16 most frequent upper bytes: of all weights, or with 4,096 inputs and more of every second one or fewer.
   void choose(int64_t K, uint8_t* table) {
     uint32_t counts[4][256] = {};
     const int64_t step = std::max<int64_t>(1, K / SAMPLES);
     for (int64_t i = 0; i < OUTPUTS; i += 4)
       for (int64_t k = 0; k < K; k += step)
         for (int64_t j = 0; j < 4; ++j) ++counts[j][rows[i + j][k] >> 8];
-    if (K % 2 != 0) counts[0][0] = 1 << 20;  // of the inputs past K
+    if (K % 2 != 0) counts[0][0] = 1 << 20;  // zero, for the input past K, always has a code
     uint32_t keys[256];  // the larger, the more frequent; equally frequent ones from the largest on
     int found = 0;
     for (uint32_t byte = 0; byte < 256; ++byte)

@@ -1,11 +1,11 @@
 """Linear layer on losslessly compressed bfloat16 weights, for CPUs: layout, reference, schemas, registration.
 
 The upper byte of a bfloat16 is its sign and 7 of the 8 bits of its exponent. Those of a matrix's weights are much
-alike: of 8 outputs 16 upper bytes are nearly all. So a weight is kept in 12 bits, its lower byte and a code of 4 bits
-for the upper one, and the few whose upper byte has no code are exceptions. All bits come back, and ``y = x @ W.T +
-bias`` has those of ``packed_linear``; but a decode step, which reads every weight once, reads a quarter less. (That
-exponents take few bits: Zhang et al., "70% Size, 100% Accuracy: Lossless LLM Compression", 2025, with codes of varying
-length.)
+alike: in any 8 outputs the 16 most frequent ones cover nearly all weights. So a weight is kept in 12 bits, its lower
+byte and a code of 4 bits for the upper one, and the few whose upper byte has no code are exceptions. All bits come
+back, and ``y = x @ W.T + bias`` has those of ``packed_linear``; but a decode step, which reads every weight once, reads
+a quarter less. (That exponents take few bits: Zhang et al., "70% Size, 100% Accuracy: Lossless LLM Compression", 2025,
+with codes of varying length.)
 
 Outputs are taken in groups of 64, four tiles of 16, and inputs in words of two. N out_features, K in_features, G =
 ceil(N / 64), L = ceil(K / 2); output ``64 g + 32 h + 16 t + 4 l + j`` and input ``2 p + i`` have the place ``16 l +
@@ -36,7 +36,7 @@ from compiled_llm.ops.linear.quantized_linear import by_experts, grouped_rows_fa
 GROUP = 64
 END = 0x7FFFFFFF
 MOST_INPUTS = 2**16
-"""In_features that a place has room for."""
+"""Most in_features: an exception has 23 bits for its place."""
 
 
 class CompressedWeight(NamedTuple):

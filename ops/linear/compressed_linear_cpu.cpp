@@ -5,14 +5,13 @@
 // each other.
 //
 // A thread works on a chunk of a group's words at a time, which stays in L1, and each row group fetches its part of the next
-// chunk. With many rows the first row group keeps the words that it decompresses for the others: units of the processor do
-// that which products leave free.
+// chunk. With more than 24 rows the first row group keeps the words that it decompresses, for the others: decompressing takes
+// other units of the processor than products, and costs little beside them.
 //
 // Every output has one float32 sum, which takes its words in order: the bits of `packed_linear`, for any number of rows.
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 #include <vector>
 
 #include "compressed_linear_cpu_types.h"
@@ -22,9 +21,10 @@
 
 namespace {
 
-constexpr int64_t CHUNK = 128;                // words, expanded: 32 KiB
-constexpr int64_t FEW_ROWS = 64, FEW_CHUNK = 64;  // up to so many rows of so many words, since the next ones are in L1, too
-constexpr int64_t FEW_GROUPS = 4;             // of rows, that decompress the same words rather than keep them expanded
+constexpr int64_t CHUNK = 128;       // words of a chunk: 24 KiB, expanded 32 KiB
+constexpr int64_t FEW_ROWS = 64;     // up to so many rows chunks are shorter,
+constexpr int64_t FEW_CHUNK = 64;    // of so many words: 12 KiB, so that L1 has the next chunk as well
+constexpr int64_t FEW_GROUPS = 4;    // up to so many row groups each decompress the words; with more, the first keeps them
 constexpr int64_t ROW_BLOCK = 86 * ROWS;      // rows, of which a chunk, 258 KiB, and the sums, 129 KiB, stay in L2
 constexpr int64_t AHEAD = 43;                 // words, 8 KiB: more than 100 ns of work
 constexpr int64_t GRAIN_FLOPS = 1 << 18;     // for less, waking a thread takes longer than the work
@@ -76,7 +76,8 @@ struct Cut {
     // In at least as many blocks as give each thread some pieces, where rows are many.
     const int64_t blocks = layer.rows <= FEW_ROWS ? 1 : std::max<int64_t>(1, PIECES * threads / layer.w.groups);
     block = (even(layer.rows, std::min(ROW_BLOCK, (layer.rows + blocks - 1) / blocks)) + group - 1) / group * group;
-    // A single row group has two: all words but the last, which fetch those that follow, and the last, which fetch the next.
+    // A single row group has two chunks: the last AHEAD words, which fetch the first ones of the next group, and all before,
+    // which fetch words AHEAD further on.
     const bool one = layer.rows <= group && layer.w.length >= 2 * AHEAD;
     chunk = one ? layer.w.length - AHEAD : layer.rows <= FEW_ROWS ? FEW_CHUNK : CHUNK;
     ahead = one ? AHEAD : chunk;
@@ -140,7 +141,7 @@ void multiply(const Kernels& kernels, const std::vector<Layer>& layers) {
     const Layer& layer = layers[i];
     const Cut& cut = cuts.emplace_back(layer, threads);
     x.push_back(x.back() + layer.rows * length);
-    const int64_t step = cut.chunk == CHUNK ? 1 : std::max<int64_t>(1, groups / (PIECES * threads));
+    const int64_t step = layer.rows > FEW_ROWS ? 1 : std::max<int64_t>(1, groups / (PIECES * threads));
     for (int64_t block = 0; block * cut.block < layer.rows; ++block) {
       blocks.push_back({static_cast<int64_t>(i), block, 0, 0});
       for (int64_t group = 0; group < layer.w.groups; group += step)

@@ -23,7 +23,7 @@ constexpr int32_t END = 0x7fffffff;
 struct Group {
   const uint8_t* words;  // [words, WORD_BYTES]
   const uint8_t* table;  // [TABLE_BYTES]
-  const int32_t* exceptions;
+  const int32_t* exceptions;  // rising, then END
 };
 
 // Outputs that are complete: the bias is added, and they are rounded.
@@ -45,8 +45,8 @@ struct Work {
 };
 
 struct Kernels {
-  // Words of a group from `first` on; its exceptions are those that are not before. `expanded`, if not null, gets the words
-  // as [words, GROUP] pairs of bfloat16.
+  // Words of a group from `first` on, whose exceptions start at the first one that is not before them. `expanded`, if not
+  // null, gets the words as [words, GROUP] pairs of bfloat16.
   void (*multiply_compressed[ROWS])(const Work&, const Group&, int64_t first, uint32_t* expanded);  // [M - 1]
   void (*multiply[ROWS])(const Work&, const uint32_t* expanded);                                    // [M - 1]
   void (*finish)(const Finish&);
