@@ -38,7 +38,8 @@ class Eagle3(nn.Module):
     def __init__(self, teacher: Qwen3ForCausalLM) -> None:
         super().__init__()
         c = teacher.config
-        self.layer_ids = [c.num_hidden_layers // 2, c.num_hidden_layers - 1, c.num_hidden_layers]
+        # What goes into the last layers, not what comes out of the last: a prompt's rows then need no last MLP.
+        self.layer_ids = list(range(c.num_hidden_layers - 3, c.num_hidden_layers))
         self.sizes = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         self.theta, self.eps = c.rope_parameters["rope_theta"], c.rms_norm_eps
         d, inner, (n, k, h) = c.hidden_size, 2 * c.hidden_size, self.sizes
@@ -75,6 +76,15 @@ class Eagle3(nn.Module):
                 "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_tokens}],
             },
         }
+
+    def go_on_from(self, directory: Path) -> None:
+        """Take the weights of an earlier head. What it made of a layer is made of the nearest that this one reads."""
+        tensors = load_file(directory / "model.safetensors")
+        earlier = json.loads((directory / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"]
+        parts = [torch.zeros_like(part) for part in tensors["fc.weight"].chunk(len(self.layer_ids), -1)]
+        for number, part in zip(earlier, tensors["fc.weight"].chunk(len(earlier), -1), strict=True):
+            parts[min(range(len(parts)), key=lambda place: abs(self.layer_ids[place] - number))] += part
+        self.load_state_dict(tensors | {"fc.weight": torch.cat(parts, -1)})
 
     def logits(self, teacher: Qwen3ForCausalLM, input_ids: Tensor, hidden: tuple[Tensor, ...]) -> list[Tensor]:
         """Of each draft, logits ``[B, T - 2, V]``: those of row p guess token p + 2.
@@ -152,6 +162,10 @@ class Medusa(nn.Module):
             "vocab_size": c.vocab_size, "num_heads": num_tokens, "num_hidden_layers": len(self.blocks[0]["layers"]),
             "original_lm_head": True, "torch_dtype": "bfloat16",
         }  # fmt: skip
+
+    def go_on_from(self, directory: Path) -> None:
+        """Take the weights of earlier heads."""
+        self.load_state_dict(load_file(directory / "model.safetensors"))
 
     def logits(self, teacher: Qwen3ForCausalLM, input_ids: Tensor, hidden: tuple[Tensor, ...]) -> list[Tensor]:
         """Of each head, logits ``[B, T - 2, V]``: those of row p guess token p + 2, as far as its head j can see."""
@@ -252,7 +266,7 @@ def main(argv: list[str] | None = None) -> None:
     def build(teacher: Qwen3ForCausalLM) -> Any:
         student = HEADS[args.method](teacher)
         if args.start is not None:
-            student.load_state_dict(load_file(args.start / "model.safetensors"))
+            student.go_on_from(args.start)
         return student
 
     command = ["scripts/train_heads.py", *(sys.argv[1:] if argv is None else argv)]
