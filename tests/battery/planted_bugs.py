@@ -558,7 +558,7 @@ _PLANTED = """
             KeptTaps._note: self._num_columns += x.shape[1] => self._num_columns = 0
     worker.draft_coverage, NETWORKS
         a prefix that the drafter lacks is taken for computed
-            DraftCoverage.num_covered: lacks[column] else start => False else start
+            DraftCoverage.num_covered: first_lacking < needed => first_lacking < 0
         a step without the drafter leaves no gap
             DraftCoverage.end_step: first_lacking[table[row, first + 1 : store.num_blocks[row]]] = 0 =>
         a gap ends where the step does
