@@ -583,7 +583,7 @@ _PLANTED = """
                 => self._num_told.get(request, 0)
     worker.draft_stage, NETWORKS
         prompts are not computed by the drafter
-            NetworkStage._catch_up: np.flatnonzero(~has_all).tolist() => ()
+            NetworkStage._catch_up: np.flatnonzero(~found).tolist() => ()
     worker.draft_buffers, NETWORKS
         drafts go on behind the last block of a request
             DraftBuffers.fill: np.minimum(num_blocks * size, self._limits.max_model_len) => self._limits.max_model_len
