@@ -6,21 +6,30 @@
 Prompts are edits of code: a function, and a comment that asks for it once more with a name changed. ``--prompts`` takes
 others, a JSON string in each line. The model need not be good at it: what it repeats is drafted. "suffix" keeps no
 outputs here, since every round serves the same prompts. Every method must give the tokens of the engine without one, or
-the benchmark ends. Ratios are medians over rounds of the tokens a second within a round. ``--trees`` has methods that
-can draft trees do so, too. ``--acceptance`` runs each network that drafts once more, uncompiled, and says how often its
-drafts are right beside what rejection sampling would accept. ``--widen`` measures the model, and the heads among the
-drafters, at the size of a shape (``widening.py``). ``--vllm-python`` has vLLM serve the same prompts
-greedily with those of ``--methods`` that it has and without: its ratio is that to itself.
+the benchmark ends. Ratios are medians over rounds of the tokens a second within a round.
+
+Two engines of one process that do the same differ by some percent, always the same one being faster, by where their
+memory lies: ``--processes`` measures in several, with engines made in another order in each, and gives the median of
+their ratios, the lowest and the highest; the engine without a method is there twice then, which says what such a ratio
+is worth.
+
+``--trees`` has methods that can draft trees do so, too. ``--acceptance`` runs each network that drafts once more,
+uncompiled, and says how often its drafts are right beside what rejection sampling would accept. ``--widen`` measures
+the model, and the heads among the drafters, at the size of a shape (``widening.py``). ``--vllm-python`` has vLLM serve
+the same prompts greedily with those of ``--methods`` that it has and without: its ratio is that to itself.
 """
 
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
+import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +41,7 @@ from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser, errors_end
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.api.speculative_config import METHODS, NETWORK_METHODS, SpeculativeConfig
-from compiled_llm.bench.harness import TORCH_DTYPES, finish, in_turns, median_ratio
+from compiled_llm.bench.harness import TORCH_DTYPES, Row, finish, in_turns, median_ratio
 from compiled_llm.bench.peers.engines import json_object
 from compiled_llm.bench.peers.processes import PeerFailed, Worker, vllm_workers
 from compiled_llm.bench.widening import Widening
@@ -44,6 +53,7 @@ from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.step.sampling import SamplingInput, sample
 from compiled_llm.system.resources import granted_cores
+from compiled_llm.worker.device import resolve_device
 
 _FUNCTION = """def read_{0}(path, separator):
     with open(path) as file:
@@ -59,12 +69,14 @@ def write_{0}(path, {0}, separator):
 
 """
 _NAMES = ("rows", "row"), ("items", "item"), ("users", "user"), ("points", "point"), ("words", "word")
-_PLAIN = "none"
+_PLAIN, _PLAIN_AGAIN = "none", "none again"
 # Every round serves the same prompts, so outputs of rounds before must not be drafted.
 _CONFIGS = {"suffix": {"suffix_decoding_max_cached_requests": 0}}
 _METHODS_OF_BOTH = ("ngram", "draft_model")  # that vLLM has too, by the same names
 _VLLM_SECONDS = 900  # for a start and for a run
 _TREE = " tree"  # behind the name of a method that drafts trees
+_VLLM = "vllm "  # before the name of a method of vLLM's
+_FIGURES = "tokens_per_second", "ratio", "accepted_share", "accepted_length", "draft_us"
 
 
 def edit_prompts(count: int) -> list[str]:
@@ -96,6 +108,7 @@ def parser(program: str) -> FlagParser:
     add("--vllm-args", type=json_object, default={}, metavar="JSON", help="arguments of its LLM besides")
     add("--prompts", type=Path, help="a file with a prompt in each line, as a JSON string")
     add("--rounds", type=int, default=5, help="(default: 5)")
+    add("--processes", type=int, default=1, help="measure in so many processes, --rounds in each (default: 1)")
     tables.add_json_flag(made)
     return made
 
@@ -151,7 +164,7 @@ def _drafter(text: str) -> tuple[str, str]:
 def method_config(name: str, drafters: Mapping[str, str], **fields: Any) -> dict[str, Any] | None:
     """``speculative_config`` of a method, or of one that drafts trees, or of none."""
     method = name.removesuffix(_TREE)
-    if method == _PLAIN:
+    if method in (_PLAIN, _PLAIN_AGAIN):
         return None
     config = {"method": method, **_CONFIGS.get(method, {}), **fields}
     if method in drafters:
@@ -174,19 +187,38 @@ def acceptance(engine: CompiledEngine, prompts: Sequence[str], temperature: floa
 
 
 def main(program: str, arguments: Sequence[str] | None = None) -> int:
-    args = parser(program).parse_checked(_check, arguments, batch_sizes=1, num_tokens=2, rounds=1)
-    most = max(args.batch_sizes)
-    prompts = edit_prompts(most)
-    if args.prompts is not None:
-        prompts = [json.loads(line) for line in args.prompts.read_text().splitlines()]
-    rows, results = list[dict[str, Any]](), dict[str, Any]()
+    args = parser(program).parse_checked(_check, arguments, batch_sizes=1, num_tokens=2, rounds=1, processes=1)
+    accepted = list[Row]()
     with ExitStack() as stack, errors_end(program):
         if args.widen is not None:
             stack.enter_context(_widened(args))
+        names = _names(args)
+        rows = _measured_rows(program, args, names) if args.processes == 1 else _of_processes(program, args, names)
+        print(tables.text_table([{name: value for name, value in row.items() if name != "ratios"} for row in rows]))
+        if args.acceptance:
+            accepted = _acceptance_rows(args)
+    if accepted:
+        print(tables.text_table(accepted))
+    finish(
+        "speculation", {"runs": _by_run(rows), "acceptance": accepted}, args.json, device=resolve_device(args.device)
+    )
+    return 0
+
+
+def _names(args: argparse.Namespace) -> list[str]:
+    """What is measured: methods, those that draft trees, and none."""
+    trees = [name for name in args.methods if args.trees and "speculative_token_tree" in METHODS[name].fields]
+    return [_PLAIN, *args.methods, *(name + _TREE for name in trees)]
+
+
+def _measured_rows(program: str, args: argparse.Namespace, names: Sequence[str]) -> list[Row]:
+    """A row of each number of requests, temperature and method. ``names``: methods, in the order of their engines."""
+    rows = list[Row]()
+    prompts = _prompts(args)
+    with ExitStack() as stack:
         given = stack.enter_context(config_of(args, enable_prefix_caching=False))
         engines = {}
-        trees = [name for name in args.methods if args.trees and "speculative_token_tree" in METHODS[name].fields]
-        for name in (_PLAIN, *args.methods, *(name + _TREE for name in trees)):
+        for name in names:
             config = dataclasses.replace(given, speculative_config=method_config(name, dict(args.drafters)))
             engines[name] = Served(stack.enter_context(CompiledEngine.from_config(config)))
         for size in args.batch_sizes:
@@ -194,25 +226,69 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
                 params = SamplingParams(max_tokens=args.num_tokens, temperature=temperature, seed=1, ignore_eos=True)
                 chosen = [prompts[index % len(prompts)] for index in range(size)]
                 found = measure(engines, chosen, params, args.rounds)
-                results[f"batch {size}, temperature {temperature:g}"] = found
                 rows += [{"batch": size, "temperature": temperature, "method": n, **row} for n, row in found.items()]
         if args.vllm_python is not None:
             with errors_end(program, (PeerFailed,), status=1):
-                rows += _of_vllm(args, engines[_PLAIN].engine, prompts, results)
-        print(tables.text_table(rows))
-        accepted = list[dict[str, Any]]()
-        for name in [name for name in args.methods if args.acceptance and name in NETWORK_METHODS]:
+                rows += _of_vllm(args, engines[_PLAIN].engine, prompts)
+    return rows
+
+
+def _of_processes(program: str, args: argparse.Namespace, names: Sequence[str]) -> list[Row]:
+    """The rows of several processes, joined."""
+    names = [*names, _PLAIN_AGAIN]
+    turns = [names[number % len(names) :] + names[: number % len(names)] for number in range(args.processes)]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
+        found = list(pool.map(_measured_rows, *zip(*((program, args, turn) for turn in turns), strict=True)))
+    return joined(found, names)
+
+
+def joined(found: Iterable[Sequence[Row]], names: Sequence[str]) -> list[Row]:
+    """A row for the rows of the same that several processes measured: medians, the lowest and the highest ratio.
+
+    ``names``: methods, in the order of the rows of one temperature.
+    """
+    same = dict[tuple[int, float, int], list[Row]]()
+    for row in itertools.chain.from_iterable(found):
+        same.setdefault((row["batch"], row["temperature"], names.index(row["method"])), []).append(row)
+    rows = []
+    for _, group in sorted(same.items()):
+        medians = {name: statistics.median(row[name] for row in group) for name in _FIGURES}
+        ratios = [row["ratio"] for row in group]
+        rows.append(group[0] | medians | {"lowest": min(ratios), "highest": max(ratios), "ratios": ratios})
+    return rows
+
+
+def _by_run(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
+    """Rows by the number of requests and the temperature, for the line of JSON."""
+    runs = dict[str, dict[str, Row]]()
+    for row in rows:
+        of_whom = ", vLLM" if row["method"].startswith(_VLLM) else ""
+        figures = {name: value for name, value in row.items() if name not in ("batch", "temperature", "method")}
+        runs.setdefault(f"batch {row['batch']}{of_whom}, temperature {row['temperature']:g}", {})[row["method"]] = (
+            figures
+        )
+    return runs
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    if args.prompts is None:
+        return edit_prompts(max(args.batch_sizes))
+    return [json.loads(line) for line in args.prompts.read_text().splitlines()]
+
+
+def _acceptance_rows(args: argparse.Namespace) -> list[Row]:
+    """Of each method with a network: how often its drafts are right, beside rejection sampling's optimum."""
+    rows, prompts = list[Row](), _prompts(args)
+    with config_of(args, enable_prefix_caching=False) as given:
+        for name in [name for name in args.methods if name in NETWORK_METHODS]:
             drafting = method_config(name, dict(args.drafters), adaptive=False)
             config = dataclasses.replace(given, speculative_config=drafting, enforce_eager=True)
             with CompiledEngine.from_config(config) as engine:
                 for temperature in args.temperatures:
                     found = acceptance(engine, prompts, temperature, args.num_tokens)
-                    accepted.append({"temperature": temperature, "method": name, **found})
-        if accepted:
-            print(tables.text_table(accepted))
-        results_of_all = {"runs": results, "acceptance": accepted}
-        finish("speculation", results_of_all, args.json, device=engines[_PLAIN].engine.runner.device)
-    return 0
+                    rows.append({"temperature": temperature, "method": name, **found})
+    return rows
 
 
 @contextmanager
@@ -242,12 +318,14 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--model must be a checkpoint's directory with --widen, given {args.model}")
     if args.vllm_python is not None and args.model is None:
         raise ValueError("--model must be given with --vllm-python, which reads a checkpoint, not a shape's config")
+    if args.vllm_python is not None and args.processes > 1:
+        raise ValueError(
+            f"--processes must be 1 with --vllm-python, whose engines are processes, given {args.processes}"
+        )
 
 
-def _of_vllm(
-    args: argparse.Namespace, engine: CompiledEngine, prompts: Sequence[str], results: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """Rows of the same greedy requests on vLLM, which ``results`` gets as well."""
+def _of_vllm(args: argparse.Namespace, engine: CompiledEngine, prompts: Sequence[str]) -> list[Row]:
+    """Rows of the same greedy requests on vLLM."""
     tokenizer, config = engine.tokenizer, engine.config
     assert tokenizer is not None, "its prompts are texts"
     configs = dict[str, dict[str, Any]]()
@@ -258,13 +336,12 @@ def _of_vllm(
     limits, dtype = engine.runner.limits, engine.model_config.dtype if config.dtype == "auto" else config.dtype
     plain: dict[str, Any] = {"max_model_len": limits.max_model_len, "dtype": dtype, **args.vllm_args}
     options = {_PLAIN: plain} | {name: {**plain, "speculative_config": one} for name, one in configs.items()}
-    rows = list[dict[str, Any]]()
+    rows = list[Row]()
     model = checkpoint_directory(config)
     with vllm_workers(args.vllm_python, model, options, granted_cores(), None, _VLLM_SECONDS) as workers:
         for size in args.batch_sizes:
             tokens = [tokenizer.encode(prompts[index % len(prompts)]) for index in range(size)]
             found = _measured_vllm(workers, [WorkloadRequest(one, args.num_tokens) for one in tokens], args.rounds)
-            results[f"batch {size}, vLLM, temperature 0"] = found
             rows += [{"batch": size, "temperature": 0.0, "method": name, **row} for name, row in found.items()]
     return rows
 
@@ -277,7 +354,7 @@ def _measured_vllm(workers: Mapping[str, Worker], requests: Requests, rounds: in
 
     found = in_turns({name: run_of(worker) for name, worker in workers.items()}, rounds=rounds)
     return {
-        f"vllm {name}": {"tokens_per_second": statistics.median(values), "ratio": median_ratio(values, found[_PLAIN])}
+        _VLLM + name: {"tokens_per_second": statistics.median(values), "ratio": median_ratio(values, found[_PLAIN])}
         for name, values in found.items()
     }
 

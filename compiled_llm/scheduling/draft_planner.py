@@ -235,16 +235,19 @@ class DraftPlanner:
             self._rests |= self._rested
             return
         self._rested = self._rests
-        if self._rests:
-            return
         if self._of_worker is None:
+            return
+        if self._rests:
+            self._of_worker.tell_nothing()
             return
         self._drafts_next = self._pays and any(request.takes_drafts for request in requests)
         output.drafts_next = self._drafts_next
         if not output.drafts_next:
+            self._of_worker.tell_nothing()
             if output.num_scheduled_tokens != output.num_samples:  # prompts, which the network lacks from now on
                 self._drafted_before = False
             return
+        self._of_worker.tell(requests, output)
         for request, samples in zip(requests, output.num_samples, strict=True):
             if request.takes_drafts and samples:
                 self.running_set.grow_ahead(request, self._of_worker.num_tokens)

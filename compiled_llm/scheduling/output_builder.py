@@ -65,6 +65,7 @@ class SchedulerOutputBuilder:
         self.uses_adapters = False
         self.trees: list[tuple[int, tuple[int, ...]]] = []
         self.moved_keys: list[tuple[int, int]] = []
+        self.known_tokens: list[tuple[int, int, tuple[int, ...]]] = []
 
     def build(self, *, resets: bool = False) -> SchedulerOutput:
         """The step as it is to be run; what is appended afterwards does not change it."""

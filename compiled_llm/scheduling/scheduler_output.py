@@ -109,6 +109,8 @@ class SchedulerOutput(NamedTuple):
         trees: (i, parents): the drafts of request i are a tree, with parents as ``DraftTree`` has them.
         moved_keys: (slot, slot to copy its keys and values to), slots as in ``StepInput``, before all else that is done
             to caches: drafts of the step before that were right, which a chain has elsewhere.
+        known_tokens: (i, position, token ids): where a network drafts behind the step, the known tokens of request i
+            from that position on; the step before told of those before it. Other requests are not drafted for.
         windows: for each window of the pool.
         states: of layers that keep some.
         files: of blocks that are to be read and written. A step without requests does nothing but this and copies.
@@ -134,6 +136,7 @@ class SchedulerOutput(NamedTuple):
     adapter_loads: tuple[tuple[int, str], ...] = ()
     trees: tuple[tuple[int, tuple[int, ...]], ...] = ()
     moved_keys: tuple[tuple[int, int], ...] = ()
+    known_tokens: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
     windows: tuple[WindowOutput, ...] = ()
     states: StateOutput = StateOutput()
     files: FileOutput = FileOutput()

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from compiled_llm.scheduling.output_builder import SchedulerOutputBuilder
 from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.worker import StepResult
@@ -18,6 +19,8 @@ class WorkerDrafts:
     def __init__(self, num_tokens: int, adapts: bool) -> None:
         self.num_tokens, self.adapts = num_tokens, adapts
         self._drafts: dict[Request, tuple[int, tuple[int, ...]]] = {}  # after how many tokens, and which
+        # How many tokens the last step told of, of each request; empty where it is not drafted behind.
+        self._num_told: dict[Request, int] = {}
 
     def take(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> None:
         """The results of a step of ``requests`` are in, of which a network has guessed what follows."""
@@ -36,6 +39,23 @@ class WorkerDrafts:
             after, tokens = self._drafts.pop(request, (0, ()))
             found.append(tokens if after == _num_known(request) else ())
         return found
+
+    def tell(self, requests: Sequence[Request], output: SchedulerOutputBuilder) -> None:
+        """Behind the step of ``requests`` the network drafts: it is to know their tokens."""
+        num_told: dict[Request, int] = {}
+        admitted = {admission.request_id for admission in output.admissions}
+        for place, request in enumerate(requests):
+            if request.takes_drafts:
+                known = _num_known(request)
+                start = 0 if request.request_id in admitted else self._num_told.get(request, 0)
+                output.known_tokens.append((place, start, tuple(request.tokens(start, known))))
+                num_told[request] = known
+        self._num_told = num_told
+
+    def tell_nothing(self) -> None:
+        """Behind the next step nothing is drafted."""
+        if self._num_told:
+            self._num_told = {}
 
     def end(self, request: Request) -> None:
         self._drafts.pop(request, None)

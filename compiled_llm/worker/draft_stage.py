@@ -192,11 +192,8 @@ class DraftStage:
 
     # -- Running
 
-    def expect(self, output: SchedulerOutput, store: RequestRows) -> bool:
-        """A step is about to come, which ``store`` does not know yet; ``run`` or ``move_blocks`` follows.
-
-        Returns whether ``run`` has nothing to do for it, and may be left out.
-        """
+    def expect(self, output: SchedulerOutput) -> bool:
+        """A step is about to come. Returns whether ``run`` has nothing to do for it, and is to be left out."""
         return not output.drafts_next
 
     def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
@@ -209,14 +206,8 @@ class DraftStage:
         assert output.drafts_next
         return self._draft(np.flatnonzero(output.num_samples), output, rows, store)
 
-    def move_blocks(self, output: SchedulerOutput) -> None:
-        """A step without requests is launched: enter the blocks that it moves."""
-
     def lack_on_host(self, blocks: Sequence[int]) -> None:
         """Files are read into these host blocks."""
-
-    def learn(self, token_ids: Sequence[int]) -> None:
-        """The step before the last one has sampled ``token_ids``; those that the last one took are known by now."""
 
     def run_largest(self) -> None:
         """Run each kind in its largest size, all padding: what it allocates depends on that alone."""
@@ -256,7 +247,6 @@ class NetworkStage(DraftStage):
     _tree_function: Callable[..., Any] = staticmethod(draft_tree_function)
     _prompt_function = staticmethod(draft_prompt_function)
     _numbers_rows = False  # whether it has ``DraftInput.row_numbers`` for chains
-    _is_skipped = False  # whether the step that comes is entered into the coverage later
 
     def __init__(
         self,
@@ -330,42 +320,31 @@ class NetworkStage(DraftStage):
     def _prompt_arguments(self, step_input: StepInput) -> tuple:
         return self._weights, step_input, self.kv_cache
 
-    def expect(self, output: SchedulerOutput, store: RequestRows) -> bool:
-        self._is_skipped = self.coverage is not None and self.coverage.skip(output, store)
-        return self._is_skipped
+    def expect(self, output: SchedulerOutput) -> bool:
+        return self.coverage is None or self.coverage.expect(output)
 
     def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
-        if self._is_skipped:
-            return None
         coverage = self.coverage
         assert coverage is not None, "there is no KV pool yet"
-        coverage.begin_step(output, rows, store)
-        starts = np.array(output.num_computed_tokens, dtype=np.int64)
-        step_ends = starts + np.array(output.num_scheduled_tokens, dtype=np.int64)
         is_covered = np.zeros(len(rows), dtype=bool)
         drafts: Drafts | None = None
         if output.drafts_next:
+            coverage.begin_step(output, rows, store)
+            starts = np.array(output.num_computed_tokens, dtype=np.int64)
+            step_ends = starts + np.array(output.num_scheduled_tokens, dtype=np.int64)
             samples = np.array(output.num_samples, dtype=np.int64)
             # A token that the device alone knew is not there any more.
             is_known = np.array(output.feedback) < 0
             # ``draft`` computes the last token itself, and drafts of it have been.
             ends = np.where(is_known, step_ends - samples, starts)
-            is_covered = self._catch_up(rows, starts, ends, ends + (samples > 0) * is_known, store) & is_known
+            is_covered = self._catch_up(output, rows, ends, ends + (samples > 0) * is_known, store) & is_known
             drafts = self._draft(np.flatnonzero(is_covered & (samples > 0)), output, rows, store)
-        coverage.end_step(rows, starts, step_ends, is_covered, store)
+        coverage.end_step(output, rows, is_covered, store)
         return drafts
-
-    def move_blocks(self, output: SchedulerOutput) -> None:
-        if self.coverage is not None:
-            self.coverage.move_blocks(output)
 
     def lack_on_host(self, blocks: Sequence[int]) -> None:
         if self.coverage is not None:
             self.coverage.lack_on_host(blocks)
-
-    def learn(self, token_ids: Sequence[int]) -> None:
-        if self.coverage is not None:
-            self.coverage.learn(token_ids)
 
     def run_largest(self) -> None:
         if self._prompts:
@@ -374,9 +353,9 @@ class NetworkStage(DraftStage):
         super().run_largest()
 
     def _catch_up(
-        self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray, known_ends: np.ndarray, store: RequestRows
+        self, output: SchedulerOutput, rows: np.ndarray, ends: np.ndarray, known_ends: np.ndarray, store: RequestRows
     ) -> np.ndarray:
-        """Compute what is lacking of tokens before ``ends``, of requests that have computed ``starts`` ([R] each).
+        """Compute what is lacking of tokens before ``ends``, of the requests of a step ([R] each).
 
         Others may read a block in the very step that fills it (``PrefixCache``). So where anything is lacking, a token
         before ``known_ends`` that ends a block is computed as well.
@@ -386,24 +365,34 @@ class NetworkStage(DraftStage):
         """
         coverage = self.coverage
         assert coverage is not None
-        covered = coverage.num_covered(rows, starts, store)
-        has_all, room = covered >= ends, max(self._prompts)
-        if not has_all.all():
-            ends = np.where(known_ends % self._limits.block_size == 0, known_ends, ends)
-            has_all = covered >= ends
+
+        def covered(place: int) -> int:
+            name, start = output.request_ids[place], output.num_computed_tokens[place]
+            return coverage.num_covered(name, int(rows[place]), start, store)
+
+        def has_all() -> np.ndarray:
+            return np.array([covered(place) for place in range(len(rows))], dtype=np.int64) >= ends
+
+        found, room = has_all(), max(self._prompts)
+        if found.all():
+            return found
+        ends = np.where(known_ends % self._limits.block_size == 0, known_ends, ends)
+        found = has_all()
         chosen: list[Tokens] = []
-        for place in np.flatnonzero(~has_all).tolist():
-            row, start, end = int(rows[place]), int(covered[place]), int(ends[place])
+        for place in np.flatnonzero(~found).tolist():
+            # Counted anew: another request of this step may have computed a block that this one reads, too.
+            row, start, end = int(rows[place]), covered(place), int(ends[place])
             token_ids = coverage.tokens(row, start, end)
             if token_ids is None or not room:
                 continue
             count = min(room, end - start)
-            chosen.append(Tokens(row, start, token_ids[:count]))
-            coverage.cover(row, start, start + count, store)
-            room -= count
-            has_all[place] = count == end - start
+            if count > 0:
+                chosen.append(Tokens(row, start, token_ids[:count]))
+                coverage.cover(row, start, start + count, store)
+                room -= count
+            found[place] = count == end - start
         self._compute(chosen, store)
-        return has_all
+        return found
 
     def _compute(self, chosen: Sequence[Tokens], store: RequestRows) -> None:
         """Compute keys and values of tokens, none or some."""

@@ -11,9 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from compiled_llm.api.config import EngineLimits
+from compiled_llm.scheduling.request import RequestId
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
-from compiled_llm.worker.draft_coverage import UNKNOWN, DraftCoverage, Tokens
+from compiled_llm.worker.draft_coverage import DraftCoverage, Tokens
 from compiled_llm.worker.request_rows import RequestRows
+
+_UNKNOWN = -1  # no token
 
 
 class HeadCoverage(DraftCoverage):
@@ -22,42 +25,44 @@ class HeadCoverage(DraftCoverage):
     def __init__(self, limits: EngineLimits, num_blocks: int, num_host_blocks: int) -> None:
         super().__init__(limits, num_blocks, num_host_blocks)
         # Of each block, the token that its last row was computed with.
-        self._followers = np.full(num_blocks + 1, UNKNOWN, dtype=np.int32)
-        self._followers_on_host = np.full(num_host_blocks + 1, UNKNOWN, dtype=np.int32)
-        self._num_known = np.zeros(limits.max_num_seqs, dtype=np.int64)  # tokens of each row, drafts included
+        self._followers = np.full(num_blocks + 1, _UNKNOWN, dtype=np.int32)
+        self._followers_on_host = np.full(num_host_blocks + 1, _UNKNOWN, dtype=np.int32)
+        self._num_found: dict[RequestId, int] = {}  # tokens that requests found computed, until theirs are known
         self._outdated: dict[int, np.ndarray] = {}  # by row: tokens that end blocks which others go on from
 
-    def begin_step(self, output: SchedulerOutput, rows: np.ndarray, store: RequestRows) -> None:
-        trees = self._trees
-        super().begin_step(output, rows, store)
-        for row, start, end in trees:  # the tokens of their paths are in their places now
-            self._follow(row, start - 1, end - 1, store)
-        device = self._followers
-        admitted = {store.row_of(admission.request_id): admission for admission in output.admissions}
-        for row, start, count in zip(
-            rows.tolist(), output.num_computed_tokens, output.num_scheduled_tokens, strict=True
-        ):
-            admission = admitted.get(row)
-            if admission is None:
-                self._num_known[row] = max(self._num_known[row], start + count)
-                self._follow(row, start - 1, start + count - 1, store)
-                continue
-            self._num_known[row] = len(admission.prompt_token_ids) + len(admission.output_token_ids)
-            ends, blocks = self._ends(row, 0, start, store)
-            self._outdated[row] = ends[device[blocks] != self._token_ids[row, ends]]
+    def expect(self, output: SchedulerOutput) -> bool:
+        for name in output.released_request_ids:
+            self._num_found.pop(name, None)
+        for admission in output.admissions:
+            place = output.request_ids.index(admission.request_id)
+            self._num_found[admission.request_id] = output.num_computed_tokens[place]
+        return super().expect(output)
 
-    def move_blocks(self, output: SchedulerOutput) -> None:
-        super().move_blocks(output)
-        if output.moves_blocks:
-            self._move(output, self._followers, self._followers_on_host)
+    def _move_blocks(self, output: SchedulerOutput) -> None:
+        super()._move_blocks(output)
+        self._move(output, self._followers, self._followers_on_host)
+
+    def _empty(self, blocks: list[int]) -> None:
+        super()._empty(blocks)
+        self._followers[blocks] = _UNKNOWN
 
     def lack_on_host(self, blocks: Sequence[int]) -> None:
         super().lack_on_host(blocks)
-        self._followers_on_host[list(blocks)] = UNKNOWN
+        self._followers_on_host[list(blocks)] = _UNKNOWN
+
+    def begin_step(self, output: SchedulerOutput, rows: np.ndarray, store: RequestRows) -> None:
+        super().begin_step(output, rows, store)
+        for place, start, token_ids in output.known_tokens:
+            name, row = output.request_ids[place], int(rows[place])
+            if name in self._complete:  # rows before the last known token are there, also those of right drafts
+                self._follow(row, start - 1, start + len(token_ids) - 1, store)
+            if (num_found := self._num_found.pop(name, None)) is not None:
+                ends, blocks = self._ends(row, 0, num_found, store)
+                self._outdated[row] = ends[self._followers[blocks] != self._token_ids[row, ends]]
 
     def tokens(self, row: int, start: int, end: int) -> np.ndarray | None:
         """Of the request in ``row``, the tokens that follow ``start..end - 1``; None: one of them is not known."""
-        return super().tokens(row, start + 1, end + 1) if end < self._num_known[row] else None
+        return super().tokens(row, start + 1, end + 1)
 
     def cover(self, row: int, start: int, end: int, store: RequestRows) -> None:
         super().cover(row, start, end, store)

@@ -52,8 +52,8 @@ class HeadStage(NetworkStage):
     def make_coverage(self, num_blocks: int, num_host_blocks: int) -> None:
         self.coverage = HeadCoverage(self._limits, num_blocks, num_host_blocks)
 
-    def expect(self, output: SchedulerOutput, store: RequestRows) -> bool:
-        return super().expect(output, store) and not self._keeps_features
+    def expect(self, output: SchedulerOutput) -> bool:
+        return super().expect(output) and not self._keeps_features
 
     def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
         if self._keeps_features:
@@ -61,14 +61,14 @@ class HeadStage(NetworkStage):
         return super().run(output, bucket, rows, store)
 
     def _catch_up(
-        self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray, known_ends: np.ndarray, store: RequestRows
+        self, output: SchedulerOutput, rows: np.ndarray, ends: np.ndarray, known_ends: np.ndarray, store: RequestRows
     ) -> np.ndarray:
         """As its base; the row of a request's last known token is ``draft``'s, which knows what follows."""
         coverage = self.coverage
         assert isinstance(coverage, HeadCoverage)
         most = min(max(self._prompts), max(self._inputs))
         self._compute(coverage.outdated(rows.tolist(), most, store), store)
-        return super()._catch_up(rows, starts, ends, ends, store)
+        return super()._catch_up(output, rows, ends, ends, store)
 
     def _parts(self) -> Iterator[Part]:
         buckets = list(self._step.slot_mapping) if self._keeps_features else []
@@ -97,8 +97,8 @@ class MedusaStage(NetworkStage):
     def _num_columns(tree: NetworkTree) -> int:
         return 2 * tree.depth * tree.ranks
 
-    def expect(self, output: SchedulerOutput, store: RequestRows) -> bool:
-        return DraftStage.expect(self, output, store)
+    def expect(self, output: SchedulerOutput) -> bool:
+        return DraftStage.expect(self, output)
 
     def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
         return DraftStage.run(self, output, bucket, rows, store)

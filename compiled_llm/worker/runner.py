@@ -43,9 +43,6 @@ class ModelRunner(StartedModel, Worker):
     watch: StepWatch | None = None
     # Rows of the last step and which of them sample, and the needs that follow: most steps have the same.
     _last_needs: tuple[Any, list[bool], SamplingNeeds] = None, [], SamplingNeeds(False, False, False)
-    # Where something drafts behind steps: the last step, and the one before if the last one took tokens from it.
-    _last_step: LaunchedStep | None = None
-    _taken_from: LaunchedStep | None = None
 
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
         """Hand a step to the device. On a CPU it is done when this returns; on a GPU, ``collect`` waits for it.
@@ -74,7 +71,7 @@ class ModelRunner(StartedModel, Worker):
         if output.files.resets and self.files is not None:
             self.files.reset()  # before blocks are copied to rows that it still reads files into, or writes from
         drafting = self.steps.drafting
-        drafts_nothing = drafting is None or drafting.expect(output, self.rows)
+        drafts_nothing = drafting is None or drafting.expect(output)
         if not output.request_ids:
             return self._move_files(output)
         preparing = time.perf_counter()
@@ -119,7 +116,12 @@ class ModelRunner(StartedModel, Worker):
         step = LaunchedStep(bucket, num_rows, tokens, logprobs, prompt_logprobs, slot=slot, num_experts=num_experts)
         step.num_requests = len(rows)
         if drafting is not None:
-            self._draft_behind(step, output, rows, drafts_nothing)
+            if slot is not None:
+                slot.sampled.record()
+            if not drafts_nothing:
+                began = time.perf_counter()
+                step.drafts = self._run_drafter(drafting, output, bucket, rows, slot)
+                step.draft_seconds = time.perf_counter() - began
         finished = time.perf_counter()
         if slot is not None:
             slot.ended.record()
@@ -141,8 +143,6 @@ class ModelRunner(StartedModel, Worker):
         began = time.perf_counter()
         if output.moves_blocks:
             self.swap_space.copy(output, self.steps.cache_groups())
-        if self.steps.drafting is not None:
-            self.steps.drafting.move_blocks(output)
         copied = time.perf_counter() - began if self.device.type == "cpu" else 0.0
         self._submit_files(output)
         step = LaunchedStep(FILES, 0, torch.empty(0, dtype=torch.int64))
@@ -169,22 +169,6 @@ class ModelRunner(StartedModel, Worker):
         if written is not None:  # by the graph itself
             return written
         return slot.tokens.copy_(self.steps.last_tokens, non_blocking=True)
-
-    def _draft_behind(
-        self, step: LaunchedStep, output: SchedulerOutput, rows: np.ndarray, drafts_nothing: bool
-    ) -> None:
-        """Tell what drafts which tokens are known by now, and let it draft behind ``step``, which has sampled."""
-        began, drafting = time.perf_counter(), self.steps.drafting
-        assert drafting is not None
-        if self._taken_from is not None:  # it has been collected
-            drafting.learn(self._taken_from.token_ids)
-        if step.slot is not None:
-            step.slot.sampled.record()
-        if not drafts_nothing:
-            step.drafts = self._run_drafter(drafting, output, step.bucket, rows, step.slot)
-            step.draft_seconds = time.perf_counter() - began
-        self._taken_from = self._last_step if max(output.feedback) >= 0 else None
-        self._last_step = step
 
     def _run_drafter(
         self, drafting: DraftStage, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, slot: HostSlot | None

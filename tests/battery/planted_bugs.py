@@ -186,7 +186,7 @@ TREES = Checks(("tests/scheduling/test_draft_trees.py", "tests/e2e/test_draft_tr
 NETWORK_TREES = Checks(("tests/worker/test_draft_trees.py", "tests/e2e/test_network_trees.py"), load_torch=True)
 LATENT_TREES = Checks(("tests/ops/attention/test_latent_trees.py",), load_torch=True)
 NETWORKS = Checks(
-    ("tests/worker/test_draft_coverage.py", "tests/worker/test_skipped_steps.py", "tests/e2e/test_draft_model.py"),
+    ("tests/worker/test_draft_coverage.py", "tests/scheduling/test_worker_drafts.py", "tests/e2e/test_draft_model.py"),
     load_torch=True,
 )
 HEADS = Checks(
@@ -541,9 +541,12 @@ _PLANTED = """
                 => features, position = feed_back(weights, rows, model_config), position
     worker.head_coverage, HEADS
         a block that another token follows is taken as it is
-            HeadCoverage.begin_step: ends[device[blocks] != self._token_ids[row, ends]] => ends[:0]
+            HeadCoverage.begin_step: ends[self._followers[blocks] != self._token_ids[row, ends]] => ends[:0]
+        a block that another token follows is taken as it is if nothing was drafted when it was found
+            HeadCoverage.expect: self._num_found[admission.request_id] = output.num_computed_tokens[place] =>
+                self._num_found[admission.request_id] = output.num_computed_tokens[place] * output.drafts_next
         followers stay behind when blocks are copied
-            HeadCoverage.move_blocks: output.moves_blocks => output.swapped_out or output.swapped_in
+            HeadCoverage._move_blocks: self._move(output, self._followers, self._followers_on_host) =>
         a row takes its own token for the one that follows
             HeadCoverage.tokens: super().tokens(row, start + 1, end + 1) => super().tokens(row, start, end)
     worker.head_stage, HEADS
@@ -555,24 +558,32 @@ _PLANTED = """
             KeptTaps._note: self._num_columns += x.shape[1] => self._num_columns = 0
     worker.draft_coverage, NETWORKS
         a prefix that the drafter lacks is taken for computed
-            DraftCoverage.num_covered: np.where(lacks.any(1), found, starts) => starts
+            DraftCoverage.num_covered: first_lacking < needed => first_lacking < 0
         a step without the drafter leaves no gap
-            DraftCoverage.end_step: first_lacking[table[row, first + 1 : last]] = 0 =>
+            DraftCoverage.end_step: first_lacking[table[row, first + 1 : store.num_blocks[row]]] = 0 =>
+        a gap ends where the step does
+            DraftCoverage.end_step: store.num_blocks[row] => -(-(start + count) // size)
         what the drafter lacks of a block is lost on the way to the host
             DraftCoverage._move: move(output.swapped_out, device, host) =>
         what the drafter lacks of a copied block is not known
             DraftCoverage._move: move(output.copies, device, device) =>
-        a token that the device alone knew is computed as token 0
-            DraftCoverage.begin_step: self._token_ids[row, end - 1] = UNKNOWN =>
+        a block that another request had is taken for computed
+            DraftCoverage._enter_tables: self._empty(list(blocks[whole:])) =>
+        a request that takes the blocks of another is taken to lack nothing
+            DraftCoverage._enter_tables: self._complete.discard(name) =>
         tokens of the first request are entered for all
-            DraftCoverage.begin_step: at += count =>
-        steps that do not follow one another are entered as one
-            _follows: output.num_computed_tokens[0] == last.num_computed_tokens[0] + 1 => True
-        a token that the device alone knew stays unknown
-            DraftCoverage.learn: self._token_ids[rows, positions] = np.array(token_ids, dtype=np.int32)[feedback] =>
+            DraftCoverage.begin_step: int(rows[place]) => int(rows[0])
+        tokens of earlier requests in the same row are taken for known
+            DraftCoverage.begin_step: self._num_known = {} =>
+    scheduling.worker_drafts, NETWORKS
+        a network is told what it knew before a step that was not drafted behind
+            WorkerDrafts.tell_nothing: self._num_told = {} =>
+        a request that runs again is taken to be known
+            WorkerDrafts.tell: 0 if request.request_id in admitted else self._num_told.get(request, 0)
+                => self._num_told.get(request, 0)
     worker.draft_stage, NETWORKS
         prompts are not computed by the drafter
-            NetworkStage._catch_up: np.flatnonzero(~has_all).tolist() => ()
+            NetworkStage._catch_up: np.flatnonzero(~found).tolist() => ()
     worker.draft_buffers, NETWORKS
         drafts go on behind the last block of a request
             DraftBuffers.fill: np.minimum(num_blocks * size, self._limits.max_model_len) => self._limits.max_model_len

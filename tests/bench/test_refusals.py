@@ -101,6 +101,8 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     "speculation": [
         ("--num-tokens 1", "--num-tokens must be at least 2"),
         ("--widen qwen3-0.6b", "--model must be a checkpoint"),
+        ("--processes 0", "--processes must be at least 1"),
+        ("--model DIR --processes 2 --vllm-python x", "--processes must be 1 with --vllm-python"),
     ],
     "lora": [
         ("--rank 0", "--rank must be at least 1"),

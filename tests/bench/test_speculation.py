@@ -1,10 +1,13 @@
 """What the benchmark says of how often drafts are right: beside the share that rejection sampling would accept."""
 
+import json
 from typing import Any
 
 import pytest
 
 from compiled_llm import CompiledEngine
+from compiled_llm.bench import speculation
+from compiled_llm.bench.harness import Row
 from compiled_llm.bench.speculation import acceptance, edit_prompts
 from compiled_llm.checkpoint.model_files import DEMO_MODEL
 
@@ -35,3 +38,34 @@ def test_the_optimum_is_the_share_that_distributions_have_in_common() -> None:
     assert 0.2 < sampled["accepted"] < 1.0
     assert 0.2 < sampled["optimum"] < 1.0
     assert abs(sampled["accepted"] - sampled["optimum"]) < 0.25
+
+
+@pytest.mark.battery
+def test_processes_have_engines_in_other_orders_and_a_second_one_without_a_method(
+    capsys: pytest.CaptureFixture,
+) -> None:
+    words = f"--model {DEMO_MODEL} --enforce-eager --bucket-sizes 1 --batch-sizes 1 --rounds 1 --methods ngram"
+    assert speculation.main("x", [*words.split(), "--num-tokens", "8", "--processes", "3"]) == 0
+    (runs,) = json.loads(capsys.readouterr().out.splitlines()[-1])["runs"].values()
+    assert list(runs) == ["none", "ngram", "none again"]
+    assert runs["none"]["ratios"] == [1.0, 1.0, 1.0]
+    for row in runs.values():
+        assert len(row["ratios"]) == 3
+        assert row["lowest"] <= row["ratio"] <= row["highest"]
+    assert runs["none again"]["ratios"] != runs["none"]["ratios"]
+
+
+def test_rows_of_processes_are_joined_by_what_they_are_of() -> None:
+    def rows(number: int, order: list[str]) -> list[Row]:
+        figures = dict.fromkeys(("accepted_share", "accepted_length", "draft_us"), 0.0)
+        return [
+            {"batch": 1, "temperature": 0.5, "method": name, "tokens_per_second": 10.0 * number, **figures}
+            | {"ratio": 1.0 if name == "none" else ratio + number}
+            for name, ratio in zip(order, (2.0, 3.0), strict=True)
+        ]
+
+    found = [rows(1, ["none", "ngram"]), rows(2, ["ngram", "none"]), rows(4, ["ngram", "none"])]
+    plain, ngram = speculation.joined(found, ["none", "ngram"])
+    assert (plain["method"], plain["ratio"], plain["tokens_per_second"]) == ("none", 1.0, 20.0)
+    assert (ngram["ratios"], ngram["ratio"]) == ([4.0, 4.0, 6.0], 4.0)
+    assert (ngram["lowest"], ngram["highest"]) == (4.0, 6.0)

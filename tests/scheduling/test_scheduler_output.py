@@ -26,12 +26,14 @@ def test_pickle_round_trip_of_steps_with_everything_in_them() -> None:
         masks=((0, 0, np.ones(3, dtype=np.int32)),),
         prompt_targets=((0, 0, (5,)),),
         drafts_next=True,
+        known_tokens=((0, 2, (5, 6)),),
         adapter_loads=((1, "a"),),
     )
     copied = pickle.loads(pickle.dumps(filled))
     assert copied.masks[0][2].tolist() == [1, 1, 1]
     assert copied.prompt_targets == ((0, 0, (5,)),)
     assert copied.drafts_next
+    assert copied.known_tokens == ((0, 2, (5, 6)),)
     assert copied.adapter_loads == ((1, "a"),)
     parent, child = make_request("parent", 6, 3), make_request("child", 6, 3)
     child.prompt_token_ids[:] = parent.prompt_token_ids
@@ -46,7 +48,7 @@ def test_pickle_round_trip_of_steps_with_everything_in_them() -> None:
     trees.scheduler.add(make_request("trees", 5, 30))
     trees.run()
     outputs = engine.outputs + stream.outputs + trees.outputs
-    of_the_engine = {"masks", "prompt_targets", "drafts_next", "adapter_loads", "uses_adapters"}
+    of_the_engine = {"masks", "prompt_targets", "drafts_next", "known_tokens", "adapter_loads", "uses_adapters"}
     for field in set(SchedulerOutput._fields) - of_the_engine:
         assert any(getattr(output, field) for output in outputs), f"no step has {field}"
     for output in outputs:

@@ -1,6 +1,9 @@
 """DraftCoverage against an account of every slot, over random steps, copies and swaps, with and without drafts."""
 
+import itertools
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,171 +15,264 @@ from compiled_llm.scheduling.scheduler_output import SchedulerOutput, StartedReq
 from compiled_llm.worker.draft_coverage import DraftCoverage
 from compiled_llm.worker.request_rows import RequestRows
 
-SIZE, BLOCKS, HOST_BLOCKS = 4, 12, 4
+SIZE, BLOCKS, HOST_BLOCKS, PROMPT, LENGTH = 4, 30, 12, 7, 24
 LIMITS = EngineLimits(32, 3, 16, SIZE, (3,), (16,), True)
 
+Slot = tuple[int, int]  # of a block
 
-def started(name: RequestId, prompt: list[int], output: list[int]) -> StartedRequest:
-    return StartedRequest(name, SamplingParams(), 0, tuple(prompt), tuple(output))
+
+class Requests:
+    """Requests that run, fork, find prefixes and are swapped out, and what each slot really has.
+
+    A slot holds the tokens up to its own that its keys were made of, in the model's cache and in the drafter's.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.coverage, self.store = DraftCoverage(LIMITS, BLOCKS, HOST_BLOCKS), RequestRows(LIMITS, 100)
+        self.model = dict[Slot, tuple[int, ...]]()
+        self.drafter = dict[Slot, tuple[int, ...]]()
+        self.on_host = dict[Slot, tuple[int, ...]]()  # of the drafter's
+        self.free, self.free_on_host = list(range(1, BLOCKS + 1)), list(range(1, HOST_BLOCKS + 1))
+        self.tokens, self.blocks = dict[RequestId, list[int]](), dict[RequestId, list[int]]()
+        self.computed = dict[RequestId, int]()  # of running requests
+        self.swapped = dict[RequestId, tuple[int, list[int]]]()  # tokens computed, and host blocks
+        self.num_told = dict[RequestId, int]()
+        self.num_started = self.num_checked = self.num_lacking = self.num_shared = 0
+        self.columns: dict[str, list[Any]] = {}
+
+    def take(self) -> int:
+        """A block, in which nothing counts as computed from now on."""
+        block = self.free.pop(self.rng.randrange(len(self.free)))
+        for offset in range(SIZE):
+            self.drafter[block, offset] = ()
+        return block
+
+    def slots(self, name: RequestId, start: int, end: int) -> list[Slot]:
+        return [(self.blocks[name][place // SIZE], place % SIZE) for place in range(start, end)]
+
+    def admit(self, name: RequestId, computed: int) -> None:
+        self.computed[name] = computed
+        self.columns["admissions"].append(StartedRequest(name, SamplingParams(), 0, (), ()))
+        self.columns["table_updates"].append((name, 0, tuple(self.blocks[name])))
+
+    def start(self) -> None:
+        """A new request; it may go on from another's whole blocks, or from a copy of its last one, too."""
+        name, self.num_started = RequestId(str(self.num_started)), self.num_started + 1
+        self.tokens[name], self.blocks[name] = [self.rng.randrange(100) for _ in range(LENGTH)], []
+        others, how = [one for one in self.computed if self.computed[one] > 0], self.rng.random()
+        if not others or how < 0.3:
+            return self.admit(name, 0)
+        other = self.rng.choice(others)
+        found = self.computed[other] if how > 0.6 else self.computed[other] // SIZE * SIZE
+        same = LENGTH if self.rng.random() < 0.4 else found
+        self.tokens[name][:same] = self.tokens[other][:same]
+        self.blocks[name] = self.blocks[other][: found // SIZE]
+        if found % SIZE:
+            source, own = self.blocks[other][found // SIZE], self.take()
+            self.columns["copies"].append((source, own))
+            for cache in (self.model, self.drafter):
+                for offset in range(SIZE):
+                    cache[own, offset] = cache.get((source, offset), ())
+            self.blocks[name].append(own)
+        self.admit(name, found)
+
+    def leave(self, name: RequestId, *, swaps: bool) -> None:
+        """It ends, or is swapped out with what it has computed."""
+        computed = self.computed.pop(name)
+        blocks = self.blocks.pop(name)
+        self.columns["released_request_ids"].append(name)
+        if swaps:
+            host = [self.free_on_host.pop() for _ in blocks[: -(-computed // SIZE)]]
+            for block, row in zip(blocks, host, strict=False):
+                self.columns["swapped_out"].append((block, row))
+                for offset in range(SIZE):
+                    self.on_host[row, offset] = self.drafter.get((block, offset), ())
+            self.swapped[name] = computed, host
+        held = {block for others in self.blocks.values() for block in others}
+        self.free += [block for block in blocks if block not in held]
+
+    def come_back(self, name: RequestId) -> None:
+        computed, host = self.swapped.pop(name)
+        self.blocks[name] = [self.take() for _ in host]
+        for block, row in zip(self.blocks[name], host, strict=True):
+            self.columns["swapped_in"].append((block, row))
+            for offset in range(SIZE):
+                self.drafter[block, offset] = self.on_host[row, offset]
+        for place, slot in enumerate(self.slots(name, 0, computed)):
+            self.model[slot] = tuple(self.tokens[name][: place + 1])
+        self.free_on_host += host
+        self.admit(name, computed)
+
+    def share(self, admitted: set[RequestId]) -> None:
+        """A request that has computed a whole block as another has takes the other's, and gives its own back."""
+        for name, other in itertools.permutations(set(self.computed) - admitted, 2):
+            for index in range(min(self.computed[name], self.computed[other]) // SIZE):
+                own, block, end = self.blocks[name][index], self.blocks[other][index], (index + 1) * SIZE
+                if own != block and self.tokens[name][:end] == self.tokens[other][:end]:
+                    self.blocks[name][index] = block
+                    if not any(own in blocks for blocks in self.blocks.values()):
+                        self.free.append(own)
+                    self.columns["table_updates"].append((name, index, tuple(self.blocks[name][index:])))
+                    self.num_shared += 1
+                    return
+
+    def step(self, drafts_next: bool) -> None:
+        """A step of the requests that run, which may verify drafts, after some came and went."""
+        rng = self.rng
+        columns = self.columns = {
+            name: []
+            for name in ("admissions", "table_updates", "released_request_ids", "swapped_out", "swapped_in", "copies")
+        }
+        for name in list(self.computed):
+            if self.computed[name] > LENGTH - 5:
+                self.leave(name, swaps=False)
+            elif rng.random() < 0.05 and not columns["swapped_out"] and len(self.free_on_host) >= 6:
+                self.leave(name, swaps=True)
+        came_back = False
+        if self.swapped and len(self.computed) < 3 and not columns["swapped_out"] and rng.random() < 0.5:
+            self.come_back(rng.choice(list(self.swapped)))
+            came_back = True
+        if len(self.computed) < 3 and not came_back and (rng.random() < 0.2 or not self.computed):
+            self.start()
+        names, starts = tuple(self.computed), tuple(self.computed.values())
+        admitted = {admission.request_id for admission in columns["admissions"]}
+        if rng.random() < 0.3:
+            self.share(admitted)
+        counts, right = [], []
+        for start in starts:
+            is_prompt = start < PROMPT
+            num_drafts = 0 if is_prompt else rng.choice((0, 0, 2, 4))
+            counts.append(rng.randint(1, PROMPT - start) if is_prompt else 1 + num_drafts)
+            right.append(counts[-1] if is_prompt else 1 + rng.randint(0, num_drafts))
+        for name, start, count in zip(names, starts, counts, strict=True):
+            first, ahead = len(self.blocks[name]), rng.random() < 0.2
+            needed = min(-(-(start + count) // SIZE) + ahead, LIMITS.blocks_per_request)
+            self.blocks[name] += [self.take() for _ in range(needed - first)]
+            if needed > first:
+                columns["table_updates"].append((name, first, tuple(self.blocks[name][first:])))
+        known_tokens, told = [], {}
+        for place, (name, start) in enumerate(zip(names, starts, strict=True)):
+            if drafts_next and rng.random() < 0.95:
+                first = 0 if name in admitted else self.num_told.get(name, 0)
+                told[name] = max(PROMPT, start + 1)
+                known_tokens.append((place, first, tuple(self.tokens[name][first : told[name]])))
+        self.num_told = told
+        filled: dict[str, Any] = {name: tuple(values) for name, values in columns.items()}
+        output = SchedulerOutput(
+            request_ids=names, num_scheduled_tokens=tuple(counts), num_computed_tokens=starts,
+            num_samples=tuple(0 if start + count < PROMPT else 1 for start, count in zip(starts, counts, strict=True)),
+            feedback=(-1,) * len(names), token_ids=(0,) * sum(counts), known_tokens=tuple(known_tokens),
+            drafts_next=drafts_next, **filled,
+        )  # fmt: skip
+        covered = self.run(output)
+        for name, start, count, num_right, has_all in zip(names, starts, counts, right, covered, strict=True):
+            for place, slot in enumerate(self.slots(name, start, start + count), start):
+                is_right = place < start + num_right
+                self.model[slot] = tuple(self.tokens[name][: place + 1]) if is_right else (-1,)
+                self.drafter[slot] = self.model[slot] if has_all else self.drafter.get(slot, ())
+            self.computed[name] = start + num_right
+
+    def run(self, output: SchedulerOutput) -> Sequence[bool]:
+        """Tell the coverage of it. Returns of which requests the drafter has all then."""
+        coverage, is_done = self.coverage, self.coverage.expect(output)
+        rows, covered = self.store.update(output), [False] * len(output.request_ids)
+        assert not (is_done and output.drafts_next)
+        assert coverage._complete <= set(self.computed)
+        if is_done:
+            return covered
+        if output.drafts_next:
+            coverage.begin_step(output, rows, self.store)
+            known = {place: first + len(tokens) for place, first, tokens in output.known_tokens}
+            for place, (name, row, start) in enumerate(
+                zip(output.request_ids, rows.tolist(), output.num_computed_tokens, strict=True)
+            ):
+                found = coverage.num_covered(name, row, start, self.store)
+                slots = enumerate(self.slots(name, 0, start))
+                wanted = next((p for p, slot in slots if self.drafter.get(slot, ()) != self.model[slot]), start)
+                assert found == wanted
+                self.num_checked += 1
+                self.num_lacking += found < start
+                tokens = coverage.tokens(row, found, start)
+                if place not in known:
+                    assert tokens is None or not start
+                    continue
+                assert tokens is not None
+                assert tokens.tolist() == self.tokens[name][found:start]
+                assert coverage.tokens(row, found, known[place] + 1) is None
+                end, how = start, self.rng.random()
+                if how < 0.3:  # there is not always room for all
+                    end = self.rng.randint(found, start) if how < 0.1 else max(found, start // SIZE * SIZE)
+                coverage.cover(row, found, end, self.store)
+                for p, slot in enumerate(self.slots(name, 0, end)):
+                    self.drafter[slot] = tuple(self.tokens[name][: p + 1])
+                covered[place] = end == start and self.rng.random() < 0.9
+        coverage.end_step(output, rows, np.array(covered, dtype=bool), self.store)
+        return covered
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_lacking_is_known_slot_by_slot(seed: int) -> None:
-    """A slot holds the tokens up to its own that its keys were made of, in the model's cache and in the drafter's."""
-    rng, coverage, store = random.Random(seed), DraftCoverage(LIMITS, BLOCKS, HOST_BLOCKS), RequestRows(LIMITS, 100)
-    names = [RequestId(str(number)) for number in range(3)]
-    tokens = {name: [rng.randrange(100) for _ in range(32)] for name in names}
-    blocks = {name: list(range(1 + 4 * number, 5 + 4 * number)) for number, name in enumerate(names)}
-    model: dict[tuple[int, int], tuple[int, ...]] = {}
-    drafter: dict[tuple[int, int], tuple[int, ...]] = {}
-    computed = dict.fromkeys(names, 0)
-
-    def slots(name: RequestId, end: int) -> list[tuple[int, int]]:
-        return [(blocks[name][place // SIZE], place % SIZE) for place in range(end)]
-
-    admitted, taken = set[RequestId](), list[int]()
-    for _ in range(40):
-        coverage.learn(taken)  # the host knows by now what the last step took from the one before
-        taken = []
-        name = rng.choice(names)
-        start, known = computed[name], tokens[name]
-        count = min(rng.choice((1, 1, 3, 5)), 16 - start)
-        swapped_out = swapped_in = copies = ()
-        event = rng.random()
-        if event < 0.1 and start:  # to the host and back, into the same blocks
-            swapped_out = swapped_in = ((blocks[name][0], 1),)
-        elif event < 0.3 and 0 < start <= SIZE:  # a fork: another request goes on from a copy of the first block
-            other = rng.choice([one for one in names if one != name])
-            copies = ((blocks[name][0], blocks[other][0]),)
-            tokens[other][:start], computed[other] = known[:start], start
-            admitted.discard(other)
-            for offset in range(SIZE):
-                for cache in (model, drafter):
-                    cache[blocks[other][0], offset] = cache.get((blocks[name][0], offset), ())
-        elif count <= 0:  # it ends; its blocks begin anew
-            computed[name], tokens[name] = 0, [rng.randrange(100) for _ in range(32)]
-            admitted.discard(name)
-            continue
-        count = max(count, 1)
-        if start + count > 16:
-            continue
-        drafts, is_known = rng.random() < 0.7, rng.random() < 0.9
-        fresh = () if name in admitted else (started(name, tokens[name][:16], []),)
-        sent = known[start : start + count]
-        if not is_known:
-            taken, sent[-1] = sent[-1:], 0
-        output = SchedulerOutput(
-            request_ids=(name,), num_scheduled_tokens=(count,), num_computed_tokens=(start,), num_samples=(1,),
-            feedback=(-1 if is_known else 0,), token_ids=tuple(sent),
-            admissions=fresh, released_request_ids=(name,) if fresh and name in store._row_of else (),
-            table_updates=((name, 0, tuple(blocks[name])),) if fresh else (),
-            swapped_out=swapped_out, swapped_in=swapped_in, copies=copies,
-        )  # fmt: skip
-        admitted.add(name)
-        rows = store.update(output)
-        coverage.begin_step(output, rows, store)
-        starts = np.array([start])
-        found = int(coverage.num_covered(rows, starts, store)[0])
-        wanted = next(
-            (place for place, slot in enumerate(slots(name, start)) if drafter.get(slot) != model[slot]), start
-        )
-        assert found == wanted
-        is_covered = False
-        if drafts:
-            lacking = coverage.tokens(int(rows[0]), found, start)
-            assert lacking is not None
-            assert lacking.tolist() == tokens[name][found:start]
-            end = start if rng.random() < 0.7 else rng.randint(found, start)  # there is not always room for all
-            coverage.cover(int(rows[0]), found, end, store)
-            for place, slot in enumerate(slots(name, end)):
-                drafter[slot] = tuple(tokens[name][: place + 1])
-            is_covered = is_known and end == start
-        for place, slot in list(enumerate(slots(name, start + count)))[start:]:
-            model[slot] = tuple(tokens[name][: place + 1])
-            drafter[slot] = model[slot] if is_covered else ()
-        coverage.end_step(rows, starts, starts + count, np.array([is_covered]), store)
-        computed[name] = start + count
+    requests, drafts = Requests(seed), False
+    for _ in range(500):
+        drafts ^= requests.rng.random() < (0.3, 0.1)[seed % 2]
+        requests.step(drafts)
+    assert requests.num_checked > 150
+    assert requests.num_lacking > 25
+    assert requests.num_shared > 0
 
 
-def test_a_token_that_the_device_alone_has_is_not_known_before_the_host_reads_it() -> None:
+def step(name: str, start: int, count: int, **others: Any) -> SchedulerOutput:
+    return SchedulerOutput(
+        request_ids=(RequestId(name),), num_scheduled_tokens=(count,), num_computed_tokens=(start,), num_samples=(1,),
+        feedback=(-1,), token_ids=(0,) * count, **others,
+    )  # fmt: skip
+
+
+def test_steps_that_are_not_drafted_behind_need_not_be_entered() -> None:
+    """But for the first of them, after which it is known which drafts were right; and blocks, whatever step it is."""
     coverage, store, name = DraftCoverage(LIMITS, BLOCKS, HOST_BLOCKS), RequestRows(LIMITS, 100), RequestId("a")
-    first = {"admissions": (started(name, [5, 6], []),), "table_updates": ((name, 0, (1,)),)}
-    for start, count, feedback, others in ((0, 2, -1, first), (2, 1, 0, {}), (3, 1, 0, {})):
-        output = SchedulerOutput(
-            request_ids=(name,), num_scheduled_tokens=(count,), num_computed_tokens=(start,), num_samples=(1,),
-            feedback=(feedback,), token_ids=(5, 6)[:count] if feedback < 0 else (0,), **others,
-        )  # fmt: skip
-        coverage.learn([start + 10] if start == 3 else [])
-        coverage.begin_step(output, store.update(output), store)
-    known = coverage.tokens(0, 0, 3)
-    assert known is not None
-    assert known.tolist() == [5, 6, 13]
-    assert coverage.tokens(0, 0, 4) is None
+    admission = StartedRequest(name, SamplingParams(), 0, (), ())
+    first = step("a", 0, 6, drafts_next=True, admissions=(admission,), table_updates=((name, 0, (3, 5)),))
+    assert not coverage.expect(first)
+    rows = store.update(first)
+    coverage.end_step(first, rows, np.array([True]), store)
+    entered = []
+    for start in range(6, 12):
+        updates = {"table_updates": ((name, 2, (7,)),)} if start == 8 else {}
+        output = step("a", start, 1, **updates)
+        entered.append(not coverage.expect(output))
+        assert store.update(output) is rows
+        if entered[-1]:
+            coverage.end_step(output, rows, np.array([False]), store)
+    assert entered == [True, False, False, False, False, False]
+    assert coverage.num_covered(name, int(rows[0]), 12, store) == 6
 
 
-def test_nothing_is_looked_up_while_the_drafter_has_all() -> None:
-    coverage, store = DraftCoverage(LIMITS, BLOCKS, HOST_BLOCKS), RequestRows(LIMITS, 100)
-    starts = np.array([7, 9])
-    assert coverage.num_covered(np.array([0, 1]), starts, store) is starts
+def test_who_is_admitted_anew_after_a_failure_has_nothing() -> None:
+    coverage, store, name = DraftCoverage(LIMITS, BLOCKS, HOST_BLOCKS), RequestRows(LIMITS, 100), RequestId("a")
+    admission = StartedRequest(name, SamplingParams(), 0, (), ())
+    admitted: dict[str, Any] = {"admissions": (admission,), "table_updates": ((name, 0, (3, 5)),)}
+    first = step("a", 0, 6, drafts_next=True, **admitted)
+    coverage.expect(first)
+    coverage.end_step(first, store.update(first), np.array([True]), store)
+    again = step("a", 0, 6, resets=True, **admitted)
+    assert coverage.expect(again)
+    assert coverage.num_covered(name, int(store.update(again)[0]), 6, store) == 0
 
 
-def test_tokens_of_a_tree_go_where_their_keys_go() -> None:
-    """Of the rows 5, 6, 7 after the last known token, 4, the path 4, 6, 7 counts; then 8 comes."""
-    coverage, store = DraftCoverage(LIMITS, BLOCKS, HOST_BLOCKS), RequestRows(LIMITS, 100)
-    name, place = RequestId("a"), 4  # of the token 4, the first of the second block
-    step = SchedulerOutput(
-        request_ids=(name,), num_computed_tokens=(place,), num_scheduled_tokens=(4,), num_samples=(4,), feedback=(-1,),
-        token_ids=(4, 5, 6, 7), trees=((0, (0, 0, 2)),), admissions=(started(name, [0, 1, 2, 3], [4]),),
-        table_updates=((name, 0, (3, 5)),),
-    )  # fmt: skip
-    coverage.begin_step(step, store.update(step), store)
-    first = 5 * SIZE
-    later = SchedulerOutput(
-        request_ids=(name,), num_computed_tokens=(7,), num_scheduled_tokens=(1,), num_samples=(1,), feedback=(-1,),
-        token_ids=(8,), moved_keys=((first + 2, first + 1), (first + 3, first + 2)),
-    )  # fmt: skip
-    rows = store.update(later)
-    coverage.begin_step(later, rows, store)
-    assert list(coverage.tokens(int(rows[0]), 0, 8)) == [0, 1, 2, 3, 4, 6, 7, 8]  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("moves_a_block", [False, True])
-def test_steps_that_are_skipped_until_something_else_happens_are_entered_as_one_by_one(moves_a_block: bool) -> None:
-    """Also those in which a request gets its next block; not one that has another block for tokens that it has."""
-    names, prompts = (RequestId("a"), RequestId("b")), ([1, 2, 3], [4, 5, 6, 7, 8])
-    blocks = [1, 2, 3, 4], [5, 6, 7, 8]
-    found = []
-    for skips in (True, False):
-        coverage, store = DraftCoverage(LIMITS, BLOCKS, HOST_BLOCKS), RequestRows(LIMITS, 100)
-        num_skipped = 0
-        for number in range(10):
-            first = number == 0
-            counts = tuple(map(len, prompts)) if first else (1, 1)
-            starts = (0, 0) if first else tuple(len(prompt) + number - 1 for prompt in prompts)
-            sent = [tuple(own[: -(-len(prompt) // SIZE)]) for own, prompt in zip(blocks, prompts, strict=True)]
-            updates = [(name, 0, own) for name, own in zip(names, sent, strict=True)] if first else []
-            for name, own, start in zip(names, blocks, starts, strict=True):
-                if not first and start % SIZE == 0:
-                    updates.append((name, start // SIZE, (own[start // SIZE],)))
-            if moves_a_block and number == 4:
-                updates.append((names[0], 1, (9,)))  # where its token at position 4 is
-            output = SchedulerOutput(
-                request_ids=names, num_scheduled_tokens=counts, num_computed_tokens=starts, num_samples=(1, 1),
-                feedback=(-1, -1), token_ids=(*prompts[0], *prompts[1]) if first else (10 + number, 20 + number),
-                admissions=tuple(map(started, names, prompts, ([], []))) if first else (),
-                table_updates=tuple(updates), drafts_next=number == 9,
-            )  # fmt: skip
-            is_skipped = skips and coverage.skip(output, store)
-            num_skipped += is_skipped
-            rows = store.update(output)
-            if not is_skipped:
-                coverage.begin_step(output, rows, store)
-                ends = np.array(starts) + counts
-                if number == 9:
-                    covered = coverage.num_covered(rows, np.array(starts), store)
-                    texts = [coverage.tokens(int(row), 0, start) for row, start in zip(rows, starts, strict=True)]
-                    found.append((covered.tolist(), [text.tolist() for text in texts if text is not None]))
-                coverage.end_step(rows, np.array(starts), ends, np.array([first, first]), store)
-        assert num_skipped == (0 if not skips else 7 if moves_a_block else 8)
-    assert found[0] == found[1]
-    assert found[0][1] == [[1, 2, 3, *range(11, 19)], [4, 5, 6, 7, 8, *range(21, 29)]]
+def test_a_step_without_requests_moves_blocks() -> None:
+    coverage, store, name = DraftCoverage(LIMITS, BLOCKS, HOST_BLOCKS), RequestRows(LIMITS, 100), RequestId("a")
+    admission = StartedRequest(name, SamplingParams(), 0, (), ())
+    first = step("a", 0, 8, drafts_next=True, admissions=(admission,), table_updates=((name, 0, (3, 5)),))
+    coverage.expect(first)
+    coverage.end_step(first, store.update(first), np.array([True]), store)
+    assert coverage.expect(SchedulerOutput(swapped_out=((3, 1), (5, 2)), released_request_ids=(name,)))
+    store.clear()
+    back = step("a", 8, 1, admissions=(admission,), table_updates=((name, 0, (8, 9, 10)),), swapped_in=((8, 1), (9, 2)))
+    assert coverage.expect(back)
+    row = int(store.update(back)[0])
+    assert coverage.num_covered(name, row, 8, store) == 8
+    coverage.lack_on_host([2])
+    assert coverage.expect(SchedulerOutput(swapped_in=((9, 2),)))
+    assert coverage.num_covered(name, row, 8, store) == 4

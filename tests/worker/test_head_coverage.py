@@ -1,5 +1,7 @@
 """HeadCoverage: which rows of a head lack a token's follower, or have another one than a request goes on with."""
 
+from typing import Any
+
 import numpy as np
 
 from compiled_llm import SamplingParams
@@ -21,23 +23,42 @@ class Run:
         self.coverage, self.store = HeadCoverage(LIMITS, BLOCKS, HOST_BLOCKS), RequestRows(LIMITS, 100)
         self._names = 0
 
-    def admit(self, prompt: list[int], blocks: list[int], start: int = 0, moves: dict | None = None) -> int:
+    def admit(
+        self, prompt: list[int], blocks: list[int], start: int = 0, moves: dict | None = None, drafts_next: bool = True
+    ) -> int:
         """A request that computes all its prompt but for the first ``start`` tokens. Returns its row."""
         name, self._names = RequestId(str(self._names)), self._names + 1
         admission = StartedRequest(name, SamplingParams(), 0, tuple(prompt), ())
         output = SchedulerOutput(
             request_ids=(name,), num_scheduled_tokens=(len(prompt) - start,), num_computed_tokens=(start,),
             num_samples=(1,), feedback=(-1,), token_ids=tuple(prompt[start:]), admissions=(admission,),
-            table_updates=((name, 0, tuple(blocks)),), **(moves or {}),
+            table_updates=((name, 0, tuple(blocks)),), drafts_next=drafts_next,
+            known_tokens=((0, 0, tuple(prompt)),) if drafts_next else (),
+            **(moves or {}),
         )  # fmt: skip
+        self.coverage.expect(output)
         rows = self.store.update(output)
-        self.coverage.begin_step(output, rows, self.store)
+        if drafts_next:
+            self.coverage.begin_step(output, rows, self.store)
+        self.output = output
         return int(rows[0])
 
+    def go_on(self, row: int, start: int, count: int = 1, drafts_next: bool = True, **others: Any) -> None:
+        """The last request computes ``count`` tokens more."""
+        self.output = SchedulerOutput(
+            request_ids=self.output.request_ids, num_scheduled_tokens=(count,), num_computed_tokens=(start,),
+            num_samples=(count,), feedback=(-1,), token_ids=(0,) * count, drafts_next=drafts_next, **others,
+        )  # fmt: skip
+        self.coverage.expect(self.output)
+        rows = self.store.update(self.output)
+        assert rows.tolist() == [row]
+        if drafts_next:
+            self.coverage.begin_step(self.output, rows, self.store)
+
     def compute(self, row: int, start: int, end: int) -> None:
-        """The model has tokens up to ``end``, and the head their rows."""
+        """The model has tokens up to ``end``, all of them of the last step, and the head their rows."""
         self.coverage.cover(row, start, end - 1, self.store)
-        self.coverage.end_step(np.array([row]), np.array([start]), np.array([end]), np.array([True]), self.store)
+        self.coverage.end_step(self.output, np.array([row]), np.array([True]), self.store)
 
     def outdated(self, row: int) -> list[tuple[int, int, list[int]]]:
         found = self.coverage.outdated([row], 16, self.store)
@@ -98,8 +119,32 @@ def test_a_row_whose_follower_is_not_known_cannot_be_computed() -> None:
 def test_rows_that_are_lacking_are_not_outdated_besides() -> None:
     run = Run()
     first = run.admit(PROMPT, [1, 2, 3, 4])
-    columns = np.array([first]), np.array([0]), np.array([13]), np.array([False])
-    run.coverage.end_step(*columns, run.store)  # the model alone
+    run.coverage.end_step(run.output, np.array([first]), np.array([False]), run.store)  # the model alone
     again = run.admit(PROMPT, [1, 2, 3, 5], start=12)
     assert run.outdated(again) == []
-    assert run.coverage.num_covered(np.array([again]), np.array([12]), run.store).tolist() == [0]
+    assert run.coverage.num_covered(run.output.request_ids[0], again, 12, run.store) == 0
+
+
+def test_a_prefix_that_was_found_while_nothing_was_drafted_is_looked_at_once_tokens_are_known() -> None:
+    run = Run()
+    run.compute(run.admit(PROMPT, [1, 2, 3, 4]), 0, 13)
+    prompt = [*PROMPT[:8], 77, 78]
+    other = run.admit(prompt, [1, 2, 6], start=8, drafts_next=False)
+    assert run.outdated(other) == []
+    run.go_on(other, 10, drafts_next=False)
+    assert run.outdated(other) == []
+    run.go_on(other, 11, known_tokens=((0, 0, (*prompt, 79, 80)),))
+    assert run.outdated(other) == [(other, 7, [77])]
+
+
+def test_right_drafts_are_followed_by_what_came_after_them() -> None:
+    """Rows of a request that lacks nothing, whose tokens are told a step later."""
+    run = Run()
+    first = run.admit(PROMPT, [1, 2, 3, 4])
+    run.compute(first, 0, 13)
+    more = ((run.output.request_ids[0], 4, (5,)),)
+    run.go_on(first, 13, 4, known_tokens=((0, 13, (50,)),), table_updates=more)
+    run.coverage.end_step(run.output, np.array([first]), np.array([True]), run.store)
+    run.go_on(first, 17, known_tokens=((0, 14, (51, 52, 53, 54)),))
+    assert run.coverage._followers[4] == 53
+    assert run.coverage._followers[5] == -1
