@@ -219,6 +219,11 @@ class SpeculativeConfig:
         return self.num_speculative_tokens
 
     @property
+    def reads_tokens(self) -> bool:
+        """Whether a network reads tokens of requests: not what the step before left alone."""
+        return self.method in ("draft_model", "eagle3", "mtp")
+
+    @property
     def has_trees(self) -> bool:
         return self.speculative_token_tree is not None
 

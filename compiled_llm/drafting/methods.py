@@ -39,7 +39,9 @@ def host_source(config: SpeculativeConfig, vocab_size: int) -> DraftSource:
 
 def network_source(config: SpeculativeConfig) -> WorkerDrafts:
     """What has the drafts of the network that ``config`` names."""
-    return NetworkTrees(config) if config.has_trees else WorkerDrafts(config.num_tokens, config.adaptive)
+    if config.has_trees:
+        return NetworkTrees(config)
+    return WorkerDrafts(config.num_tokens, config.adaptive, reads_tokens=config.reads_tokens)
 
 
 @runtime_checkable

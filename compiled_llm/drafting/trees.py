@@ -226,7 +226,7 @@ class NetworkTrees(WorkerDrafts, Proposals):
     """``WorkerDrafts`` whose proposals are trees, of what a network gives (``step/tree_drafting.py``)."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
-        WorkerDrafts.__init__(self, config.num_tokens, config.adaptive)
+        WorkerDrafts.__init__(self, config.num_tokens, config.adaptive, reads_tokens=config.reads_tokens)
         Proposals.__init__(self, config.num_tokens, config.tree_shape, 0.0 if config.tree_shape else _LEAST_OF_NETWORKS)
         assert config.network_tree is not None
         self._by_heads, self._ranks = config.method == "medusa", config.network_tree.ranks

@@ -227,6 +227,8 @@ class DraftPlanner:
 
         A request gets blocks for what may be drafted then, as far as some are free.
         """
+        if self._of_worker is not None and output.admissions:
+            self._of_worker.admit(output.admissions)
         if not requests:  # all that can run is in flight: the step before goes on, and is what ``record`` is told of
             if not self._rests:
                 self._began, self._looked, self._drafted_before, self._lacks_much = self._of_last
@@ -235,15 +237,11 @@ class DraftPlanner:
             self._rests |= self._rested
             return
         self._rested = self._rests
-        if self._of_worker is None:
-            return
-        if self._rests:
-            self._of_worker.tell_nothing()
+        if self._rests or self._of_worker is None:
             return
         self._drafts_next = self._pays and any(request.takes_drafts for request in requests)
         output.drafts_next = self._drafts_next
         if not output.drafts_next:
-            self._of_worker.tell_nothing()
             if output.num_scheduled_tokens != output.num_samples:  # prompts, which the network lacks from now on
                 self._drafted_before = False
             return

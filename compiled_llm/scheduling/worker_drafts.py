@@ -3,24 +3,24 @@
 from collections.abc import Sequence
 
 from compiled_llm.scheduling.output_builder import SchedulerOutputBuilder
-from compiled_llm.scheduling.request import Request
-from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.scheduling.request import Request, RequestId
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput, StartedRequest
 from compiled_llm.scheduling.worker import StepResult
 
 
 class WorkerDrafts:
-    """A ``DraftSource`` that has what came with the results of the last step.
+    """A ``DraftSource`` that has what came with the results of the last step. It tells a network what it may read.
 
     Args:
         num_tokens: most that the network drafts for a request and step.
         adapts: as of ``DraftSource``.
+        reads_tokens: whether the network reads tokens of requests, not the last step's results alone.
     """
 
-    def __init__(self, num_tokens: int, adapts: bool) -> None:
-        self.num_tokens, self.adapts = num_tokens, adapts
+    def __init__(self, num_tokens: int, adapts: bool, *, reads_tokens: bool) -> None:
+        self.num_tokens, self.adapts, self._reads_tokens = num_tokens, adapts, reads_tokens
         self._drafts: dict[Request, tuple[int, tuple[int, ...]]] = {}  # after how many tokens, and which
-        # How many tokens the last step told of, of each request; empty where it is not drafted behind.
-        self._num_told: dict[Request, int] = {}
+        self._num_told: dict[RequestId, int] = {}  # tokens of running requests that the worker knows
 
     def take(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> None:
         """The results of a step of ``requests`` are in, of which a network has guessed what follows."""
@@ -40,25 +40,24 @@ class WorkerDrafts:
             found.append(tokens if after == _num_known(request) else ())
         return found
 
+    def admit(self, admissions: Sequence[StartedRequest]) -> None:
+        """These requests start to run, or run again: the worker knows none of their tokens."""
+        for admission in admissions:
+            self._num_told.pop(admission.request_id, None)
+
     def tell(self, requests: Sequence[Request], output: SchedulerOutputBuilder) -> None:
-        """Behind the step of ``requests`` the network drafts: it is to know their tokens."""
-        num_told: dict[Request, int] = {}
-        admitted = {admission.request_id for admission in output.admissions}
+        """The network drafts behind a step of ``requests``: say which tokens it may read."""
+        if not self._reads_tokens:
+            return
         for place, request in enumerate(requests):
             if request.takes_drafts:
-                known = _num_known(request)
-                start = 0 if request.request_id in admitted else self._num_told.get(request, 0)
+                start, known = self._num_told.get(request.request_id, 0), _num_known(request)
                 output.known_tokens.append((place, start, tuple(request.tokens(start, known))))
-                num_told[request] = known
-        self._num_told = num_told
-
-    def tell_nothing(self) -> None:
-        """Behind the next step nothing is drafted."""
-        if self._num_told:
-            self._num_told = {}
+                self._num_told[request.request_id] = known
 
     def end(self, request: Request) -> None:
         self._drafts.pop(request, None)
+        self._num_told.pop(request.request_id, None)
 
 
 def _num_known(request: Request) -> int:

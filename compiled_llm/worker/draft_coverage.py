@@ -45,22 +45,36 @@ class DraftCoverage:
         self._complete = set[RequestId]()
         # Known tokens of each row of ``RequestRows``. Memory that is never written to is never taken.
         self._token_ids = np.zeros((limits.max_num_seqs, limits.max_model_len), dtype=np.int32)
-        self._num_known: dict[int, int] = {}  # of the rows of the last step that was drafted behind
+        self._num_known: dict[RequestId, int] = {}
 
     def expect(self, output: SchedulerOutput) -> bool:
         """A step is about to come: enter the blocks that it moves, and those that requests get.
 
         Returns whether there is nothing more to enter.
         """
+        if output.resets:
+            self._reset()
         if output.moves_blocks:
             self._move_blocks(output)
-        if output.resets:
-            self._complete.clear()
-        if output.released_request_ids:
-            self._complete.difference_update(output.released_request_ids)
+        for name in output.released_request_ids:
+            self._forget(name)
+        for admission in output.admissions:
+            self._forget(admission.request_id)
         if output.table_updates:
             self._enter_tables(output)
         return not output.drafts_next and self._complete.isdisjoint(output.request_ids)
+
+    def _reset(self) -> None:
+        """A step has failed: what the drafter has is not relied on."""
+        self._complete.clear()
+        self._num_known.clear()
+        self._first_lacking[:] = 0
+        self._first_lacking_on_host[:] = 0
+
+    def _forget(self, name: RequestId) -> None:
+        """A request does not run any more, or begins to."""
+        self._complete.discard(name)
+        self._num_known.pop(name, None)
 
     def _move_blocks(self, output: SchedulerOutput) -> None:
         """What is known of blocks moves with them."""
@@ -96,11 +110,11 @@ class DraftCoverage:
 
     def begin_step(self, output: SchedulerOutput, rows: np.ndarray, store: RequestRows) -> None:
         """A step is to be drafted behind: enter the tokens that are known. ``rows`` [R] int64: in ``store``."""
-        self._num_known = {}
         for place, start, token_ids in output.known_tokens:
-            row, end = int(rows[place]), start + len(token_ids)
-            self._token_ids[row, start:end] = token_ids
-            self._num_known[row] = end
+            name, end = output.request_ids[place], start + len(token_ids)
+            assert start <= self._num_known.get(name, 0), "known tokens have a gap"
+            self._token_ids[rows[place], start:end] = token_ids
+            self._num_known[name] = end
 
     def num_covered(self, name: RequestId, row: int, start: int, store: RequestRows) -> int:
         """How many of its first tokens the drafter has of a request that has computed ``start``; at most these.
@@ -116,27 +130,40 @@ class DraftCoverage:
         column = int(lacks.argmax())
         return column * self._size + int(first_lacking[column]) if lacks[column] else start
 
-    def tokens(self, row: int, start: int, end: int) -> np.ndarray | None:
+    def tokens(self, name: RequestId, row: int, start: int, end: int) -> np.ndarray | None:
         """Of the request in ``row``, tokens ``start..end - 1``; None: one of them is not known."""
-        return self._token_ids[row, start:end] if end <= self._num_known.get(row, 0) else None
+        return self._token_ids[row, start:end] if end <= self._num_known.get(name, 0) else None
 
     def end_step(self, output: SchedulerOutput, rows: np.ndarray, is_covered: np.ndarray, store: RequestRows) -> None:
         """The model has the tokens of a step, and so has the drafter where ``is_covered`` [R] bool.
 
         There it has all tokens before them, too. Others of which it had all lack tokens from this step's first on.
         """
-        size, table, first_lacking = self._size, store.block_table, self._first_lacking
-        columns = output.request_ids, rows.tolist(), output.num_computed_tokens, output.num_scheduled_tokens
-        for name, row, start, count, has_all in zip(*columns, is_covered.tolist(), strict=True):
-            first = start // size
-            if has_all:
-                self._complete.add(name)
-                first_lacking[table[row, first : -(-(start + count) // size)]] = size
-            elif name in self._complete:
+        names = output.request_ids
+        self.lack_from_here(output, rows, ~is_covered, store)
+        covered = np.flatnonzero(is_covered)
+        if not len(covered):
+            return
+        self._complete.update(names[place] for place in covered.tolist())
+        starts, counts = np.array(output.num_computed_tokens)[covered], np.array(output.num_scheduled_tokens)[covered]
+        rows, firsts, lasts = rows[covered], starts // self._size, (starts + counts - 1) // self._size
+        for columns in (firsts, lasts):
+            self._first_lacking[store.block_table[rows, columns]] = self._size
+        for place in np.flatnonzero(lasts - firsts > 1).tolist():
+            blocks = store.block_table[rows[place], firsts[place] : lasts[place]]
+            self._first_lacking[blocks] = self._size
+
+    def lack_from_here(self, output: SchedulerOutput, rows: np.ndarray, which: np.ndarray, store: RequestRows) -> None:
+        """Of requests of a step, ``which`` [R] bool, the drafter lacks this step's tokens, and those that follow."""
+        if self._complete.isdisjoint(output.request_ids):
+            return
+        for place in np.flatnonzero(which).tolist():
+            if (name := output.request_ids[place]) in self._complete:
                 self._complete.discard(name)
-                block = table[row, first]
-                first_lacking[block] = min(first_lacking[block], start % size)
-                first_lacking[table[row, first + 1 : store.num_blocks[row]]] = 0
+                first, rest = divmod(output.num_computed_tokens[place], self._size)
+                blocks = store.block_table[rows[place], first : store.num_blocks[rows[place]]]
+                self._first_lacking[blocks[0]] = min(self._first_lacking[blocks[0]], rest)
+                self._first_lacking[blocks[1:]] = 0
 
     def cover(self, row: int, start: int, end: int, store: RequestRows) -> None:
         """The drafter has tokens ``start..end - 1`` more of the request in ``row``."""

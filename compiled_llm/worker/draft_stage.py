@@ -321,7 +321,7 @@ class NetworkStage(DraftStage):
         return self._weights, step_input, self.kv_cache
 
     def expect(self, output: SchedulerOutput) -> bool:
-        return self.coverage is None or self.coverage.expect(output)
+        return not output.drafts_next if self.coverage is None else self.coverage.expect(output)
 
     def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
         coverage = self.coverage
@@ -333,11 +333,14 @@ class NetworkStage(DraftStage):
             starts = np.array(output.num_computed_tokens, dtype=np.int64)
             step_ends = starts + np.array(output.num_scheduled_tokens, dtype=np.int64)
             samples = np.array(output.num_samples, dtype=np.int64)
+            is_told = np.zeros(len(rows), dtype=bool)
+            is_told[[place for place, *_ in output.known_tokens]] = True
             # A token that the device alone knew is not there any more.
             is_known = np.array(output.feedback) < 0
             # ``draft`` computes the last token itself, and drafts of it have been.
             ends = np.where(is_known, step_ends - samples, starts)
-            is_covered = self._catch_up(output, rows, ends, ends + (samples > 0) * is_known, store) & is_known
+            found = self._catch_up(output, rows, ends, ends + (samples > 0) * is_known, store)
+            is_covered = found & is_known & is_told
             drafts = self._draft(np.flatnonzero(is_covered & (samples > 0)), output, rows, store)
         coverage.end_step(output, rows, is_covered, store)
         return drafts
@@ -382,7 +385,7 @@ class NetworkStage(DraftStage):
         for place in np.flatnonzero(~found).tolist():
             # Counted anew: another request of this step may have computed a block that this one reads, too.
             row, start, end = int(rows[place]), covered(place), int(ends[place])
-            token_ids = coverage.tokens(row, start, end)
+            token_ids = coverage.tokens(output.request_ids[place], row, start, end)
             if token_ids is None or not room:
                 continue
             count = min(room, end - start)
@@ -392,6 +395,9 @@ class NetworkStage(DraftStage):
                 room -= count
             found[place] = count == end - start
         self._compute(chosen, store)
+        if not found.all():  # others may read a block of these in this very step
+            coverage.lack_from_here(output, rows, ~found, store)
+            found &= has_all()
         return found
 
     def _compute(self, chosen: Sequence[Tokens], store: RequestRows) -> None:

@@ -27,16 +27,32 @@ class HeadCoverage(DraftCoverage):
         # Of each block, the token that its last row was computed with.
         self._followers = np.full(num_blocks + 1, _UNKNOWN, dtype=np.int32)
         self._followers_on_host = np.full(num_host_blocks + 1, _UNKNOWN, dtype=np.int32)
+        self._admitted = set[RequestId]()  # requests that have not been in a step
         self._num_found: dict[RequestId, int] = {}  # tokens that requests found computed, until theirs are known
-        self._outdated: dict[int, np.ndarray] = {}  # by row: tokens that end blocks which others go on from
+        # Of the step that is drafted behind, by row: where blocks end whose last row has another follower, in tokens.
+        self._outdated: dict[int, np.ndarray] = {}
 
     def expect(self, output: SchedulerOutput) -> bool:
-        for name in output.released_request_ids:
-            self._num_found.pop(name, None)
-        for admission in output.admissions:
-            place = output.request_ids.index(admission.request_id)
-            self._num_found[admission.request_id] = output.num_computed_tokens[place]
-        return super().expect(output)
+        is_done = super().expect(output)
+        self._admitted.update(admission.request_id for admission in output.admissions)
+        if self._admitted:  # a step may leave out a request that it admits
+            for name, start in zip(output.request_ids, output.num_computed_tokens, strict=True):
+                if name in self._admitted:
+                    self._admitted.discard(name)
+                    self._num_found[name] = start
+        return is_done
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._followers[:] = _UNKNOWN
+        self._followers_on_host[:] = _UNKNOWN
+        self._admitted.clear()
+        self._num_found.clear()
+
+    def _forget(self, name: RequestId) -> None:
+        super()._forget(name)
+        self._admitted.discard(name)
+        self._num_found.pop(name, None)
 
     def _move_blocks(self, output: SchedulerOutput) -> None:
         super()._move_blocks(output)
@@ -52,6 +68,7 @@ class HeadCoverage(DraftCoverage):
 
     def begin_step(self, output: SchedulerOutput, rows: np.ndarray, store: RequestRows) -> None:
         super().begin_step(output, rows, store)
+        self._outdated = {}
         for place, start, token_ids in output.known_tokens:
             name, row = output.request_ids[place], int(rows[place])
             if name in self._complete:  # rows before the last known token are there, also those of right drafts
@@ -60,9 +77,9 @@ class HeadCoverage(DraftCoverage):
                 ends, blocks = self._ends(row, 0, num_found, store)
                 self._outdated[row] = ends[self._followers[blocks] != self._token_ids[row, ends]]
 
-    def tokens(self, row: int, start: int, end: int) -> np.ndarray | None:
+    def tokens(self, name: RequestId, row: int, start: int, end: int) -> np.ndarray | None:
         """Of the request in ``row``, the tokens that follow ``start..end - 1``; None: one of them is not known."""
-        return super().tokens(row, start + 1, end + 1)
+        return super().tokens(name, row, start + 1, end + 1)
 
     def cover(self, row: int, start: int, end: int, store: RequestRows) -> None:
         super().cover(row, start, end, store)

@@ -543,12 +543,11 @@ _PLANTED = """
         a block that another token follows is taken as it is
             HeadCoverage.begin_step: ends[self._followers[blocks] != self._token_ids[row, ends]] => ends[:0]
         a block that another token follows is taken as it is if nothing was drafted when it was found
-            HeadCoverage.expect: self._num_found[admission.request_id] = output.num_computed_tokens[place] =>
-                self._num_found[admission.request_id] = output.num_computed_tokens[place] * output.drafts_next
+            HeadCoverage.expect: self._num_found[name] = start => self._num_found[name] = start * output.drafts_next
         followers stay behind when blocks are copied
             HeadCoverage._move_blocks: self._move(output, self._followers, self._followers_on_host) =>
         a row takes its own token for the one that follows
-            HeadCoverage.tokens: super().tokens(row, start + 1, end + 1) => super().tokens(row, start, end)
+            HeadCoverage.tokens: super().tokens(name, row, start + 1, end + 1) => super().tokens(name, row, start, end)
     worker.head_stage, HEADS
         features are not kept while nothing is drafted
             HeadStage.run: self._functions[self._features_name(bucket)](*self._feature_arguments(bucket)) =>
@@ -560,9 +559,10 @@ _PLANTED = """
         a prefix that the drafter lacks is taken for computed
             DraftCoverage.num_covered: first_lacking < needed => first_lacking < 0
         a step without the drafter leaves no gap
-            DraftCoverage.end_step: first_lacking[table[row, first + 1 : store.num_blocks[row]]] = 0 =>
+            DraftCoverage.lack_from_here: self._first_lacking[blocks[1:]] = 0 =>
         a gap ends where the step does
-            DraftCoverage.end_step: store.num_blocks[row] => -(-(start + count) // size)
+            DraftCoverage.lack_from_here: self._first_lacking[blocks[1:]] = 0 =>
+                self._first_lacking[blocks[1 : -(-(rest + output.num_scheduled_tokens[place]) // self._size)]] = 0
         what the drafter lacks of a block is lost on the way to the host
             DraftCoverage._move: move(output.swapped_out, device, host) =>
         what the drafter lacks of a copied block is not known
@@ -572,15 +572,12 @@ _PLANTED = """
         a request that takes the blocks of another is taken to lack nothing
             DraftCoverage._enter_tables: self._complete.discard(name) =>
         tokens of the first request are entered for all
-            DraftCoverage.begin_step: int(rows[place]) => int(rows[0])
-        tokens of earlier requests in the same row are taken for known
-            DraftCoverage.begin_step: self._num_known = {} =>
+            DraftCoverage.begin_step: rows[place] => rows[0]
+        tokens of a request that ran before are taken for known
+            DraftCoverage._forget: self._num_known.pop(name, None) =>
     scheduling.worker_drafts, NETWORKS
-        a network is told what it knew before a step that was not drafted behind
-            WorkerDrafts.tell_nothing: self._num_told = {} =>
         a request that runs again is taken to be known
-            WorkerDrafts.tell: 0 if request.request_id in admitted else self._num_told.get(request, 0)
-                => self._num_told.get(request, 0)
+            WorkerDrafts.admit: self._num_told.pop(admission.request_id, None) =>
     worker.draft_stage, NETWORKS
         prompts are not computed by the drafter
             NetworkStage._catch_up: np.flatnonzero(~found).tolist() => ()

@@ -272,7 +272,7 @@ def test_a_network_that_was_of_no_use_is_drafted_with_again_once_it_is_right(
     now = 0.0
     monkeypatch.setattr(draft_planner.time, "perf_counter", lambda: now)
     seconds = tuple(((size, size * n), 1.0 + 0.02 * (n - 1)) for size in (1, 2, 4) for n in (1, 2, 4))
-    source, arguments = WorkerDrafts(3, adapts=True), {"decode_seconds": seconds}
+    source, arguments = WorkerDrafts(3, adapts=True, reads_tokens=True), {"decode_seconds": seconds}
     scheduler = make_scheduler(400, source=source, arguments=arguments, max_num_seqs=1, max_model_len=128)
     buckets, num_steps = buckets_of(scheduler.limits), list[int]()
     for number in range(num_wrong + num_right):

@@ -244,7 +244,7 @@ def test_the_time_of_measuring_a_plain_step_is_none_of_its_own_where_it_would_ke
 
 def test_a_network_whose_first_drafts_were_right_goes_on_behind_the_step_that_verifies_them() -> None:
     """Though what it read before has not been saved yet: it lacks a token, and no prompt."""
-    server = Server(WorkerDrafts(3, adapts=True), drafting=1.5)
+    server = Server(WorkerDrafts(3, adapts=True, reads_tokens=True), drafting=1.5)
     server.add(length=55)
     while not server.drafts._drafts_next:
         server.step()
@@ -260,7 +260,7 @@ def test_a_network_whose_first_drafts_were_right_goes_on_behind_the_step_that_ve
 @pytest.mark.parametrize("plans_between", [False, True])
 def test_a_network_reads_a_prompt_that_was_computed_behind_its_last_drafts(plans_between: bool) -> None:
     """One request is on a try that ends at once. A second comes, and drafts for two are tried in the step after."""
-    server = Server(WorkerDrafts(3, adapts=True), drafting=1.5, max_num_seqs=2)
+    server = Server(WorkerDrafts(3, adapts=True, reads_tokens=True), drafting=1.5, max_num_seqs=2)
     accounts = server.drafts.account._steps
     server.add(2)
     while (2, True) not in accounts or not accounts[2, True].network:
@@ -291,7 +291,7 @@ def test_a_network_reads_a_prompt_that_was_computed_behind_its_last_drafts(plans
 
 def test_a_network_whose_reading_does_not_pay_does_not_read_each_new_prompt() -> None:
     """Though its drafts do pay, once a prompt is read, and it had drafted behind the last step of all."""
-    server = Server(WorkerDrafts(3, adapts=True), drafting=0.1, reading=40.0)
+    server = Server(WorkerDrafts(3, adapts=True, reads_tokens=True), drafting=0.1, reading=40.0)
     for _ in range(60):
         server.add(length=20)
         server.serve()
@@ -299,7 +299,7 @@ def test_a_network_whose_reading_does_not_pay_does_not_read_each_new_prompt() ->
 
 
 def test_a_network_whose_reading_pays_reads_each_new_prompt() -> None:
-    server = Server(WorkerDrafts(3, adapts=True), drafting=0.1, reading=4.0)
+    server = Server(WorkerDrafts(3, adapts=True, reads_tokens=True), drafting=0.1, reading=4.0)
     for _ in range(60):
         server.add(length=20)
         server.serve()
@@ -307,7 +307,7 @@ def test_a_network_whose_reading_pays_reads_each_new_prompt() -> None:
 
 
 def test_what_reading_prompts_of_many_costs_is_no_loss_of_single_requests() -> None:
-    server = Server(WorkerDrafts(3, adapts=True), drafting=0.1, reading=2.0, max_num_seqs=4)
+    server = Server(WorkerDrafts(3, adapts=True, reads_tokens=True), drafting=0.1, reading=2.0, max_num_seqs=4)
     for _ in range(8):
         server.add()
         server.serve()
@@ -343,7 +343,7 @@ def test_what_goes_by_while_no_request_takes_drafts_is_no_time_of_a_step(others_
 
 
 def test_what_a_network_took_counts_though_its_request_ended_meanwhile() -> None:
-    server = Server(WorkerDrafts(3, adapts=True))
+    server = Server(WorkerDrafts(3, adapts=True, reads_tokens=True))
     (request,) = server.add(length=55)
     while not server.drafts._drafts_next:
         server.step()
@@ -398,7 +398,7 @@ def test_requests_of_all_kinds_get_their_tokens_whether_drafts_are_looked_for_or
     rng = random.Random(4 * overlap + 2 * one_graph + network)
     is_right = False
     guesses = FakeDrafter(3, lambda: 3 if is_right else 0)
-    source: DraftSource = WorkerDrafts(3, adapts=True) if network else Guesses(guesses)
+    source: DraftSource = WorkerDrafts(3, adapts=True, reads_tokens=True) if network else Guesses(guesses)
     seconds = [((size, size * n), 1.0 + 0.1 * n) for size in (1, 4) for n in (1, 2, 4)]
     scheduler = make_scheduler(24, source=source, one_graph=one_graph, arguments={"decode_seconds": seconds})
     engine, buckets = FakeEngine(scheduler, overlap=overlap), buckets_of(scheduler.limits)

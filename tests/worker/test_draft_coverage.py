@@ -15,7 +15,7 @@ from compiled_llm.scheduling.scheduler_output import SchedulerOutput, StartedReq
 from compiled_llm.worker.draft_coverage import DraftCoverage
 from compiled_llm.worker.request_rows import RequestRows
 
-SIZE, BLOCKS, HOST_BLOCKS, PROMPT, LENGTH = 4, 30, 12, 7, 24
+SIZE, BLOCKS, HOST_BLOCKS, PROMPT, LENGTH = 4, 30, 12, 11, 26
 LIMITS = EngineLimits(32, 3, 16, SIZE, (3,), (16,), True)
 
 Slot = tuple[int, int]  # of a block
@@ -38,7 +38,7 @@ class Requests:
         self.computed = dict[RequestId, int]()  # of running requests
         self.swapped = dict[RequestId, tuple[int, list[int]]]()  # tokens computed, and host blocks
         self.num_told = dict[RequestId, int]()
-        self.num_started = self.num_checked = self.num_lacking = self.num_shared = 0
+        self.num_started = self.num_checked = self.num_lacking = self.num_shared = self.num_short = 0
         self.columns: dict[str, list[Any]] = {}
 
     def take(self) -> int:
@@ -151,13 +151,14 @@ class Requests:
             self.blocks[name] += [self.take() for _ in range(needed - first)]
             if needed > first:
                 columns["table_updates"].append((name, first, tuple(self.blocks[name][first:])))
-        known_tokens, told = [], {}
+        known_tokens = []
+        for name in admitted:
+            self.num_told.pop(name, None)
         for place, (name, start) in enumerate(zip(names, starts, strict=True)):
             if drafts_next and rng.random() < 0.95:
-                first = 0 if name in admitted else self.num_told.get(name, 0)
-                told[name] = max(PROMPT, start + 1)
-                known_tokens.append((place, first, tuple(self.tokens[name][first : told[name]])))
-        self.num_told = told
+                first, end = self.num_told.get(name, 0), max(PROMPT, start + 1)
+                known_tokens.append((place, first, tuple(self.tokens[name][first:end])))
+                self.num_told[name] = end
         filled: dict[str, Any] = {name: tuple(values) for name, values in columns.items()}
         output = SchedulerOutput(
             request_ids=names, num_scheduled_tokens=tuple(counts), num_computed_tokens=starts,
@@ -183,30 +184,27 @@ class Requests:
             return covered
         if output.drafts_next:
             coverage.begin_step(output, rows, self.store)
-            known = {place: first + len(tokens) for place, first, tokens in output.known_tokens}
-            for place, (name, row, start) in enumerate(
-                zip(output.request_ids, rows.tolist(), output.num_computed_tokens, strict=True)
-            ):
+            for name, row, start in zip(output.request_ids, rows.tolist(), output.num_computed_tokens, strict=True):
                 found = coverage.num_covered(name, row, start, self.store)
                 slots = enumerate(self.slots(name, 0, start))
                 wanted = next((p for p, slot in slots if self.drafter.get(slot, ()) != self.model[slot]), start)
-                assert found == wanted
+                assert found <= wanted
+                self.num_short += found < wanted  # of a block that was filled behind a gap, the end may be forgotten
                 self.num_checked += 1
                 self.num_lacking += found < start
-                tokens = coverage.tokens(row, found, start)
-                if place not in known:
-                    assert tokens is None or not start
+                tokens, known = coverage.tokens(name, row, found, start), self.num_told.get(name, 0)
+                assert (tokens is None) == (start > known)
+                if tokens is None:
                     continue
-                assert tokens is not None
                 assert tokens.tolist() == self.tokens[name][found:start]
-                assert coverage.tokens(row, found, known[place] + 1) is None
+                assert coverage.tokens(name, row, found, known + 1) is None
                 end, how = start, self.rng.random()
                 if how < 0.3:  # there is not always room for all
                     end = self.rng.randint(found, start) if how < 0.1 else max(found, start // SIZE * SIZE)
                 coverage.cover(row, found, end, self.store)
                 for p, slot in enumerate(self.slots(name, 0, end)):
                     self.drafter[slot] = tuple(self.tokens[name][: p + 1])
-                covered[place] = end == start and self.rng.random() < 0.9
+                covered[output.request_ids.index(name)] = end == start and self.rng.random() < 0.9
         coverage.end_step(output, rows, np.array(covered, dtype=bool), self.store)
         return covered
 
@@ -220,6 +218,7 @@ def test_what_is_lacking_is_known_slot_by_slot(seed: int) -> None:
     assert requests.num_checked > 150
     assert requests.num_lacking > 25
     assert requests.num_shared > 0
+    assert requests.num_short < 0.02 * requests.num_checked
 
 
 def step(name: str, start: int, count: int, **others: Any) -> SchedulerOutput:

@@ -79,7 +79,7 @@ def test_nothing_but_a_steps_own_requests_is_computed_and_each_as_if_alone(
     with CompiledEngine(str(DEMO_MODEL), **ENGINE, enforce_eager=enforce_eager, speculative_config=config) as engine:
         found, watched = record_drafts(engine), Watched(engine)
         params = [
-            SamplingParams(temperature=seed % 2, seed=seed, max_tokens=5 + 2 * seed, ignore_eos=True)
+            SamplingParams(temperature=seed % 2, seed=seed, max_tokens=5 + 4 * seed, ignore_eos=True)
             for seed in range(len(TEXTS))
         ]
         together = engine.generate(list(TEXTS), params, use_tqdm=False)

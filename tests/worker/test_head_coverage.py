@@ -110,10 +110,10 @@ def test_followers_move_with_blocks_that_are_copied() -> None:
 def test_a_row_whose_follower_is_not_known_cannot_be_computed() -> None:
     run = Run()
     row = run.admit(PROMPT, [1, 2, 3, 4])
-    found = run.coverage.tokens(row, 0, 12)
+    found = run.coverage.tokens(run.output.request_ids[0], row, 0, 12)
     assert found is not None
     assert found.tolist() == PROMPT[1:]
-    assert run.coverage.tokens(row, 0, 13) is None
+    assert run.coverage.tokens(run.output.request_ids[0], row, 0, 13) is None
 
 
 def test_rows_that_are_lacking_are_not_outdated_besides() -> None:
@@ -148,3 +148,27 @@ def test_right_drafts_are_followed_by_what_came_after_them() -> None:
     run.go_on(first, 17, known_tokens=((0, 14, (51, 52, 53, 54)),))
     assert run.coverage._followers[4] == 53
     assert run.coverage._followers[5] == -1
+
+
+def test_a_request_may_be_admitted_before_a_step_has_it() -> None:
+    """Of states there may be none left for its first tokens."""
+    run = Run()
+    first = run.admit(PROMPT, [1, 2, 3, 4])
+    run.compute(first, 0, 13)
+    name = RequestId("later")
+    output = SchedulerOutput(
+        request_ids=run.output.request_ids, num_scheduled_tokens=(1,), num_computed_tokens=(13,), num_samples=(1,),
+        feedback=(-1,), token_ids=(0,), admissions=(StartedRequest(name, SamplingParams(), 0, (), ()),),
+    )  # fmt: skip
+    assert not run.coverage.expect(output)
+    run.store.update(output)
+    run.coverage.end_step(output, np.array([first]), np.array([False]), run.store)
+    prompt = (*PROMPT[:8], 77, 78)
+    output = SchedulerOutput(
+        request_ids=(name,), num_scheduled_tokens=(2,), num_computed_tokens=(8,), num_samples=(1,), feedback=(-1,),
+        token_ids=(0, 0), table_updates=((name, 0, (1, 2, 6)),), drafts_next=True, known_tokens=((0, 0, prompt),),
+    )  # fmt: skip
+    run.coverage.expect(output)
+    rows = run.store.update(output)
+    run.coverage.begin_step(output, rows, run.store)
+    assert run.outdated(int(rows[0])) == [(int(rows[0]), 7, [77])]
