@@ -88,6 +88,7 @@ class CompiledSteps:
             them.
         cache: where compiled functions are kept on disk; None before ``compile``, and where they are not kept.
         serves_before: whether steps run before all is compiled.
+        has_changed: whether the last function was compiled since somebody looked, who sets it back.
         build_seconds: in which ``compile`` waited for other processes.
     """
 
@@ -156,7 +157,7 @@ class CompiledSteps:
             else PassedOn()
         )
         self.cache: CompileCache | None = None
-        self.serves_before, self.build_seconds = False, 0.0
+        self.serves_before, self.has_changed, self.build_seconds = False, False, 0.0
         self._config, self._transforms, self._dtype = config, transforms, dtype
         self._cache_dtypes: tuple[torch.dtype, ...] = ()  # of each layer's KV cache, from ``compile`` on
         self._exact_attention = config.exact and device.type == "cuda"  # a CPU's one kernel is exact
@@ -365,6 +366,7 @@ class CompiledSteps:
         if not any(function.is_pending for function in functions.values()):
             self._builds.close()
             self._builds = None
+            self.has_changed = True
             cache = [tensor for group in self.cache_groups() for tensor in group]
             use_huge_pages(cache)
             self._collapsing = Collapsing(cache)
