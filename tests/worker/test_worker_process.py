@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -155,5 +156,8 @@ def test_code_that_is_there_takes_over_while_no_message_comes(monkeypatch: pytes
 
     if not turns:
         here.send("a step")
+    late = threading.Timer(10, here.send, ("a step that nobody looked for",))
+    late.start()
     assert worker_process._next_message(there, Changes()) == "a step"  # type: ignore[arg-type]
+    late.cancel()
     assert len(looked) == turns
