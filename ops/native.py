@@ -273,13 +273,35 @@ def zeros_on(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> 
     return huge_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
 
+def huge_zeros_in_rows(count: int, row: int, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[torch.Tensor]:
+    """``[count, *shape]`` for each of ``shapes``, zeroed, in huge pages that they share.
+
+    The memory is ``count`` rows of ``row`` elements, each of which has an element of every tensor, one after the other.
+    To torch the tensors have nothing in common: what it compiles would copy views of one tensor that it writes to.
+    """
+    memory, start = _huge_memory(count * row * dtype.itemsize)
+    tensors = []
+    for shape in shapes:
+        size = math.prod(shape)
+        inner = torch.empty(shape, dtype=dtype, device="meta").stride()
+        all_of_it = torch.frombuffer(memory, dtype=dtype, offset=start, count=(count - 1) * row + size)
+        tensors.append(all_of_it.as_strided((count, *shape), (row, *inner)))
+        start += size * dtype.itemsize
+    return tensors
+
+
 def _huge(size: int) -> torch.Tensor:
     """So many zeros in huge pages of their own."""
+    memory, start = _huge_memory(size)
+    return torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=size)  # keeps the memory alive
+
+
+def _huge_memory(size: int) -> tuple[mmap.mmap, int]:
+    """Zeros, and where so many of them begin that are in huge pages of their own."""
     memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    buffer = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory alive
-    start = -buffer.data_ptr() % _HUGE_PAGE
-    return buffer[start : start + size]
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory, -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
 
 
 class _Pages:

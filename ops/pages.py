@@ -8,6 +8,7 @@ import mmap
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -70,8 +71,34 @@ def _advise(tensors: Iterable[Tensor], advice: str) -> None:
 
 
 def _mapped(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
-    """Addresses and sizes of those on a CPU of a huge page and more: others share pages."""
-    for tensor in tensors:
-        size = tensor.nbytes // mmap.PAGESIZE * mmap.PAGESIZE
-        if tensor.device.type == "cpu" and size >= _HUGE_PAGE:
-            yield tensor.data_ptr(), size
+    """Addresses and sizes of the memory of those on a CPU, of a huge page and more: others share pages."""
+    for rows in memory_of(tensor for tensor in tensors if tensor.device.type == "cpu"):
+        size = rows.nbytes // mmap.PAGESIZE * mmap.PAGESIZE
+        if size >= _HUGE_PAGE:
+            yield rows.address, size
+
+
+class Rows(NamedTuple):
+    """Memory of so many rows, each of ``row_bytes``."""
+
+    address: int
+    row_bytes: int
+    num_rows: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.row_bytes * self.num_rows
+
+
+def memory_of(tensors: Iterable[Tensor]) -> list[Rows]:
+    """Where ``tensors`` lie, each ``[num_rows, ...]`` of contiguous rows.
+
+    Those that ``huge_zeros_in_rows`` made together are one.
+    """
+    found: list[Rows] = []
+    for tensor in sorted(tensors, key=Tensor.data_ptr):
+        own = Rows(tensor.data_ptr(), tensor.stride(0) * tensor.itemsize, len(tensor))
+        is_within = found and found[-1][1:] == own[1:] and own.address < found[-1].address + own.row_bytes
+        if not is_within:
+            found.append(own)
+    return found

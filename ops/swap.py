@@ -1,7 +1,7 @@
 """Exact copies of whole KV blocks: within the device's pool, and (swapping) between it and a pool in host memory.
 
 The two ops that swap run outside the compiled step. The device's pool is all tensors of the KV cache (every layer's
-keys and values, and their scales if they are quantised), each contiguous with the block as its first dimension. The
+keys and values, and their scales if they are quantised), of contiguous blocks, which are its first dimension. The
 host's pool is one uint8 tensor. One of its rows has one block of all those tensors, in their order:
 
     host[row] = cat(caches[0][block] as bytes, caches[1][block] as bytes, ...)
@@ -38,7 +38,7 @@ def swap_out(caches: Sequence[Tensor], host: Tensor, device_blocks: Tensor, host
     """Copy block ``device_blocks[i]`` of all cache tensors to row ``host_blocks[i]`` of the host's pool, for every i.
 
     Args:
-        caches: all tensors of the KV cache, each ``[B, ...]`` contiguous, any dtypes, on one device.
+        caches: all tensors of the KV cache, each ``[B, ...]`` of contiguous blocks, any dtypes, on one device.
         host: ``[P, bytes_per_block(caches)]`` uint8 contiguous on the CPU, pinned if the caches are on CUDA; written
             in place.
         device_blocks: ``[n]`` int64 on the CPU; 0 to B - 1.
@@ -66,7 +66,8 @@ def copy_blocks(caches: Sequence[Tensor], sources: Tensor, targets: Tensor) -> N
     """Copy block ``sources[i]`` to block ``targets[i]`` of all cache tensors, for every i; in the order of the stream.
 
     Args:
-        caches: all tensors of the KV cache, each ``[B, ...]`` contiguous, any dtypes, on one device; written in place.
+        caches: all tensors of the KV cache, each ``[B, ...]`` of contiguous blocks, any dtypes, on one device; written
+            in place.
         sources: ``[n]`` int64; 0 to B - 1.
         targets: ``[n]`` int64; 0 to B - 1, each at most once, and none of them a source.
     """
@@ -106,9 +107,9 @@ def _check(caches: Sequence[Tensor], host: Tensor, device_blocks: Tensor, host_b
         raise ValueError("caches must be all tensors of the KV cache, given none")
     num_blocks, device = len(caches[0]), caches[0].device
     for i, cache in enumerate(caches):
-        if len(cache) != num_blocks or cache.device != device or not cache.is_contiguous():
+        if len(cache) != num_blocks or cache.device != device or not cache[:1].is_contiguous():
             raise ValueError(
-                f"caches must be contiguous tensors with {num_blocks} blocks on {device}, as the first one has, given "
+                f"caches must be tensors with {num_blocks} contiguous blocks on {device}, as the first one has, given "
                 f"caches[{i}] with shape {list(cache.shape)} and strides {cache.stride()} on {cache.device}"
             )
     block_bytes = bytes_per_block(caches)
@@ -151,6 +152,7 @@ def _words(caches: Sequence[Tensor], rows: Tensor) -> Iterator[tuple[Tensor, Ten
         starts = [
             cache.data_ptr(),
             cache.storage_offset() * cache.itemsize,
+            cache.stride(0) * cache.itemsize,
             section.data_ptr(),
             section.storage_offset(),
         ]

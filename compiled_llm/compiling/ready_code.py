@@ -51,6 +51,10 @@ class _Helpers:
     def call_size(tensor: Tensor, dimension: int) -> int:
         return tensor.size(dimension)
 
+    @staticmethod
+    def call_stride(tensor: Tensor, dimension: int) -> int:
+        return tensor.stride(dimension)
+
     # These two only show the bytecode in torch's profiler.
 
     @staticmethod

@@ -171,6 +171,11 @@ class EngineCore:
         """As the worker's, unless a step is in flight."""
         return not self.scheduler.in_flight and self.worker.ask_for_memory()
 
+    @property
+    def is_changing(self) -> bool:
+        """As the worker's."""
+        return self.worker.is_changing
+
     # -- Beams
 
     def add_beams(self, group: BeamGroup) -> None:

@@ -407,6 +407,11 @@ class StepEngine:
         """
         return not self.has_unfinished_requests() and self._core.ask_for_memory()
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether graphs that are compiled beside have still to take over, which ``ask_for_memory`` lets them."""
+        return self._core.is_changing
+
     def stream(
         self,
         prompt: Prompt,

@@ -141,5 +141,10 @@ class Worker(Protocol):
         """While no step runs: see to memory for blocks that come next, for some milliseconds. Whether more is to do."""
         return False
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether code that is compiled beside has still to take over, which ``ask_for_memory`` lets it."""
+        return False
+
     def close(self) -> None:
         """Free all that it holds. It runs no more steps."""

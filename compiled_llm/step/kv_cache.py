@@ -137,8 +137,10 @@ def allocate(
 ) -> KVCache:
     """A zeroed cache; ``dtypes`` has one for each layer.
 
-    The tensors are marked for the compiler: their addresses stay, so that CUDA graphs do not copy them, and their
-    number of blocks or slots is dynamic, so that what was compiled on one cache runs on another of any size from 2 on.
+    On a CPU the blocks of most layers lie together, see ``_blocks_of_layers``: each block of a tensor is contiguous,
+    and they are equally far apart. The tensors are marked for the compiler: their addresses stay, so that CUDA graphs
+    do not copy them, and their number of blocks or slots is dynamic, so that what was compiled on one cache runs on
+    another of any size from 2 on.
 
     Args:
         window_places: window -> blocks of its layers' caches.
@@ -147,17 +149,21 @@ def allocate(
 
     places = window_places or {}
     zeros = functools.partial(_zeros, device)
+    together = _blocks_of_layers(model_config, dtypes, num_blocks, block_size, places) if device.type == "cpu" else {}
     # Examples that differ from each other: the compiler takes sizes that do not for the same one.
     sizes = {window: DynamicSize(f"blocks of window {window}", 11 + 2 * n) for n, window in enumerate(places)}
 
     caches: list[LayerCache | StateCache] = []
-    for spec, dtype in zip(layers_of(model_config), dtypes, strict=True):
+    for layer, (spec, dtype) in enumerate(zip(layers_of(model_config), dtypes, strict=True)):
         if isinstance(spec, StateSpec):
             states = spec.state_tensors(num_slots, dtype)
             caches.append(StateCache(**{name: zeros(*one, _NUM_SLOTS) for name, one in states.items()}))
             continue
-        held = spec.cache_tensors(places.get(spec.window, num_blocks), block_size, dtype)
-        own = {name: zeros(*one, sizes.get(spec.window, _NUM_BLOCKS)) for name, one in held.items()}
+        held, size = spec.cache_tensors(places.get(spec.window, num_blocks), block_size, dtype), sizes.get(spec.window)
+        if layer in together:
+            own = {name: _marked(tensor, size or _NUM_BLOCKS) for name, tensor in together[layer].items()}
+        else:
+            own = {name: zeros(*one, size or _NUM_BLOCKS) for name, one in held.items()}
         caches.append(LayerCache(**own) if spec.shares_cache_of is None else caches[spec.shares_cache_of])
     return tuple(caches)
 
@@ -169,8 +175,46 @@ def allocate_features(
     return kind(_zeros(device, shape, dtype, _NUM_BLOCKS))
 
 
+def _blocks_of_layers(
+    model_config: ModelConfig,
+    dtypes: Sequence[torch.dtype],
+    num_blocks: int,
+    block_size: int,
+    places: Mapping[int, int],
+) -> dict[int, dict[str, Tensor]]:
+    """Zeroed caches of layers on a CPU that lie together: a block of all of them is one piece of memory.
+
+    So a first request writes some huge pages, which all layers share, where each layer's keys and values would take one
+    of their own. Layers with scales or latents are left out: their kernels take blocks that lie side by side.
+    """
+    # Of a dtype and a window, so that caches of all sizes are alike but for their number of blocks.
+    groups: dict[tuple[torch.dtype, int | None], list[tuple[int, AttentionSpec]]] = {}
+    for layer, (spec, dtype) in enumerate(zip(layers_of(model_config), dtypes, strict=True)):
+        if isinstance(spec, StateSpec) or spec.shares_cache_of is not None:
+            continue
+        if not spec.latent_dim and dtype not in _QUANTISED.values():
+            groups.setdefault((dtype, spec.window if spec.window in places else None), []).append((layer, spec))
+    found: dict[int, dict[str, Tensor]] = {}
+    for (dtype, window), layers in groups.items():
+        count = num_blocks if window is None else places[window]
+        held = {layer: spec.cache_tensors(count, block_size, dtype) for layer, spec in layers}
+        named = [(layer, name, shape[1:]) for layer, own in held.items() for name, (shape, _) in own.items()]
+        shapes = [shape for *_, shape in named]
+        # Kernels count blocks in rows of a head. A multiple of 64 is whole cache lines, and no example of a dynamic
+        # size, which the compiler would take for the same number.
+        whole = math.lcm(64, *(spec.head_dim for _, spec in layers))
+        row = -(-sum(map(math.prod, shapes)) // whole) * whole
+        tensors = native.huge_zeros_in_rows(count, row, shapes, dtype)
+        for (layer, name, _), tensor in zip(named, tensors, strict=True):
+            found.setdefault(layer, {})[name] = tensor
+    return found
+
+
 def _zeros(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, size: DynamicSize) -> Tensor:
-    tensor = native.zeros_on(device, shape, dtype)
+    return _marked(native.zeros_on(device, shape, dtype), size)
+
+
+def _marked(tensor: Tensor, size: DynamicSize) -> Tensor:
     # Unguarded: another cache at another address is no reason to compile, only to record CUDA graphs again.
     mark_static_address(tensor, guard=False)
     mark_dynamic_size(tensor, 0, size)

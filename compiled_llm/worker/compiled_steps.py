@@ -40,7 +40,7 @@ from compiled_llm.step.logits_transforms import LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows
 from compiled_llm.step.step import Feedback, step_function
 from compiled_llm.system.progress import Stage, StartProgress
-from compiled_llm.system.resources import granted_cores
+from compiled_llm.system.resources import granted_cores, release_freed_memory
 from compiled_llm.worker import graph_fields
 from compiled_llm.worker.block_copies import Caches
 from compiled_llm.worker.block_tables import BlockTables
@@ -88,6 +88,7 @@ class CompiledSteps:
             them.
         cache: where compiled functions are kept on disk; None before ``compile``, and where they are not kept.
         serves_before: whether steps run before all is compiled.
+        has_changed: whether the last function was compiled since somebody looked, who sets it back.
         build_seconds: in which ``compile`` waited for other processes.
     """
 
@@ -156,7 +157,7 @@ class CompiledSteps:
             else PassedOn()
         )
         self.cache: CompileCache | None = None
-        self.serves_before, self.build_seconds = False, 0.0
+        self.serves_before, self.has_changed, self.build_seconds = False, False, 0.0
         self._config, self._transforms, self._dtype = config, transforms, dtype
         self._cache_dtypes: tuple[torch.dtype, ...] = ()  # of each layer's KV cache, from ``compile`` on
         self._exact_attention = config.exact and device.type == "cuda"  # a CPU's one kernel is exact
@@ -210,6 +211,13 @@ class CompiledSteps:
     def unwritten_bytes(self) -> int:
         """Those of ``nbytes`` for which a host gives memory as they are first written."""
         return self.sampling.unwritten_bytes + (self.hidden.nbytes if self.device.type == "cpu" else 0)
+
+    @property
+    def bytes_behind_largest(self) -> int:
+        """What sampling takes behind the largest step, where ``run_largest`` leaves it out: its logits in float32."""
+        largest = self.buckets[-1]
+        samples = is_last(self.model_config) and largest.kind != "decode"
+        return largest.num_rows * self.model_config.vocab_size * 4 if samples else 0
 
     def cache_groups(self) -> list[Caches]:
         """The KV cache's tensors of layers without a window, of those with each window, and of those with a state.
@@ -365,6 +373,7 @@ class CompiledSteps:
         if not any(function.is_pending for function in functions.values()):
             self._builds.close()
             self._builds = None
+            self.has_changed = True
             cache = [tensor for group in self.cache_groups() for tensor in group]
             use_huge_pages(cache)
             self._collapsing = Collapsing(cache)
@@ -540,9 +549,16 @@ class CompiledSteps:
         return self.sampling.run(bucket, self.buffers[bucket].sampling_input, logits, needs)
 
     def run_largest(self) -> None:
-        """Run the largest bucket of each kind, all padding: what a step allocates depends on its bucket alone."""
+        """Run the largest bucket of each kind, all padding: what a step allocates depends on its bucket alone.
+
+        What samples runs behind decodes. Behind the largest step it takes ``bytes_behind_largest`` more, which would be
+        the most memory that a start takes, as would what decodes have freed.
+        """
+        largest = self.buckets[-1]
         for bucket in {bucket.kind: bucket for bucket in self.buckets}.values():
-            self.run(bucket, SamplingNeeds(sampling=True, changed_logits=True, logprobs=True))
+            behind = bucket is not largest or bucket.kind == "decode"
+            self.run(bucket, SamplingNeeds(sampling=behind, changed_logits=behind, logprobs=behind))
+            release_freed_memory()
         if self.drafting is not None:
             self.drafting.run_largest()
 

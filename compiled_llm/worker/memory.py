@@ -215,7 +215,7 @@ class StartMemory:
         self._before_compiling = self._now()
 
     def after_compiling(
-        self, run_largest: Callable[[], object] | None, *, keeps_graphs: bool, unwritten: int = 0
+        self, run_largest: Callable[[], object] | None, *, keeps_graphs: bool, unwritten: int = 0, beside: int = 0
     ) -> None:
         """All buckets are compiled, and recorded on the trial pool.
 
@@ -224,6 +224,7 @@ class StartMemory:
                 are estimated.
             keeps_graphs: whether the CUDA graphs on the trial pool stay when they are recorded on the real one.
             unwritten: bytes of step buffers that take host memory only as they are written, which may be later.
+            beside: bytes that the largest step may take on a host besides what ``run_largest`` takes.
         """
         before, now = self._before_compiling, self._now()
         if self._on_gpu:
@@ -239,7 +240,7 @@ class StartMemory:
             measured = None if run_largest is None else growth_while(run_largest)
             self._activations_are_measured = measured is not None
             estimate = int(_MARGIN * self._estimate) if run_largest is None else self._estimate
-            self._activations = estimate if measured is None else measured
+            self._activations = estimate if measured is None else measured + beside
         self._free_for_pool = self._free() - self._set_aside - self._activations - self._host_reserve() - unwritten
 
     def num_blocks(self, unmeasured: int = 0) -> int:

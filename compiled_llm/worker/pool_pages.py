@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from compiled_llm.ops.c_library import madvise
+from compiled_llm.ops.pages import Rows, memory_of
 from compiled_llm.system.resources import free_memory
 
 AHEAD_BYTES = 512 << 20  # of blocks that no request has had
@@ -30,12 +31,15 @@ class PoolPages:
 
     def __init__(self, tensors: Sequence[Tensor], ahead_bytes: int = AHEAD_BYTES) -> None:
         # Smaller ones lie in pages that were used.
-        self._tensors = [tensor for tensor in tensors if tensor.nbytes >= mmap.PAGESIZE]
-        self._most = max(map(len, self._tensors), default=0)
-        sizes = [tensor[0].nbytes for tensor in self._tensors]
+        self._tensors = tensors  # which keep the memory
+        self._memory = [rows for rows in memory_of(tensors) if rows.nbytes >= mmap.PAGESIZE]
+        self._most = max((rows.num_rows for rows in self._memory), default=0)
+        sizes = [rows.row_bytes for rows in self._memory]
         self._ahead_bytes = ahead_bytes
         self._ahead = ahead_bytes // max(1, sum(sizes))
-        self._step = max(1, _HUGE_PAGE // max(sizes, default=1))  # blocks, of which each tensor has about a page
+        self._step = max(
+            1, _HUGE_PAGE // max(sizes, default=1)
+        )  # blocks, of which each piece of memory has about a page
         self._asked = 0  # all blocks below
         self._pieces: deque[tuple[int, int]] = deque()  # addresses and sizes, of the blocks before
 
@@ -51,7 +55,7 @@ class PoolPages:
         if not self._pieces:
             if self._asked >= min(self._most, used + self._ahead) or free_memory() < 2 * self._ahead_bytes:
                 return False
-            self._pieces += (self._piece(tensor) for tensor in self._tensors if self._asked < len(tensor))
+            self._pieces += (self._piece(rows) for rows in self._memory if self._asked < rows.num_rows)
             self._asked += self._step
         address, size = self._pieces.popleft()
         if madvise(address, size, _POPULATE_WRITE) != 0:  # an older kernel
@@ -60,9 +64,8 @@ class PoolPages:
             return False
         return True
 
-    def _piece(self, tensor: Tensor) -> tuple[int, int]:
-        """The whole pages that have the next blocks of a tensor."""
-        start, row = tensor.data_ptr(), tensor[0].nbytes
-        end = start + min(self._asked + self._step, len(tensor)) * row
-        first = (start + self._asked * row) // mmap.PAGESIZE * mmap.PAGESIZE
+    def _piece(self, rows: Rows) -> tuple[int, int]:
+        """The whole pages that have the next blocks of a piece of memory."""
+        end = rows.address + min(self._asked + self._step, rows.num_rows) * rows.row_bytes
+        first = (rows.address + self._asked * rows.row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         return first, end - first

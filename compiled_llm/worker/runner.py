@@ -16,6 +16,7 @@ from compiled_llm.scheduling.bucket import FILES, Bucket, choose_bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.worker import FileResult, StepResult, Worker, WorkerFailedError
 from compiled_llm.step.logprobs import LogprobRows
+from compiled_llm.system.resources import release_freed_memory
 from compiled_llm.worker.device import device_context
 from compiled_llm.worker.draft_stage import Drafts, DraftStage
 from compiled_llm.worker.launched_step import HostSlot, LaunchedStep
@@ -61,11 +62,25 @@ class ModelRunner(StartedModel, Worker):
     def ask_for_memory(self) -> bool:
         if self.pool_pages is None:
             return False
-        with contextlib.suppress(WorkerFailedError):  # which the next step raises
-            self.steps.change_over()
-        if self.steps.is_changing:  # pages that are asked for now would be small ones
+        self.settle()
+        if self.is_changing:  # pages that are asked for now would be small ones
             return False
         return self.pool_pages.ask(self.rows.blocks_end)
+
+    @property
+    def is_changing(self) -> bool:
+        return self.steps.is_changing or self.steps.has_changed
+
+    def settle(self) -> None:
+        """While no step runs: let code that is there take over.
+
+        Once all has, what that and the steps before freed goes back to the system.
+        """
+        with contextlib.suppress(WorkerFailedError):  # which the next step raises
+            self.steps.change_over()
+        if self.steps.has_changed:
+            self.steps.has_changed = False
+            release_freed_memory()
 
     def _launch(self, output: SchedulerOutput) -> LaunchedStep:
         if output.files.resets and self.files is not None:

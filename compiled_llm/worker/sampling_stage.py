@@ -153,12 +153,8 @@ class SamplingStage:
         empty = RequestRows(limits, vocab_size, transforms)
         for buffers in self._logits_buffers.values():
             buffers.fill([], SchedulerOutput(), empty)
-        rows = min(_MOST_PROMPT_ROWS, limits.token_bucket_sizes[-1])
-        # Rows of ``hidden``, the tokens that follow them, and the slots of their adapters where there are any.
-        dtypes = torch.int64, torch.int64, *([torch.int32] if limits.max_loras else [])
-        self._prompt_input = tuple(torch.zeros(rows, dtype=kind, device=device) for kind in dtypes)
-        for tensor in self._prompt_input:
-            mark_static_address(mark_sizes(tensor, self._sizes.prompt_rows))
+        self._prompt_dtypes = torch.int64, torch.int64, *([torch.int32] if limits.max_loras else [])
+        self._prompt_input = self._rows_of_prompts(min(_MOST_PROMPT_ROWS, limits.token_bucket_sizes[-1]))
 
     @property
     def unwritten_bytes(self) -> int:
@@ -224,7 +220,9 @@ class SamplingStage:
     def warm_up_prompts(self, weights: Any, make: Make) -> None:
         """Compile what gives the log-probabilities of prompts, which runs after any step."""
         function = make(self._prompt_recipe(), "prompt_logprobs", self._prompt_depends)
-        function.warm_up(lambda: self._prompt_arguments(weights))
+        # Two rows serve where any number does: 64 take 100 MiB with 262,144 tokens, the most that this start would.
+        few = self._rows_of_prompts(2) if self._sizes.prompt_rows is not None else self._prompt_input
+        function.warm_up(lambda: (weights, few, self._hidden))
         self._functions["prompt_logprobs"] = function
 
     def record_again(self, bucket: Bucket, sampling_input: SamplingInput, make_logits: Callable[[], Tensor]) -> None:
@@ -299,6 +297,13 @@ class SamplingStage:
             return self._arguments(kind, rows, self._marked(logits_for(kind)), sampling_input)
 
         return arguments
+
+    def _rows_of_prompts(self, rows: int) -> tuple[Tensor, ...]:
+        """Rows of ``hidden``, the tokens that follow them, and the slots of their adapters where there are any."""
+        made = tuple(torch.zeros(rows, dtype=kind, device=self._device) for kind in self._prompt_dtypes)
+        for tensor in made:
+            mark_static_address(mark_sizes(tensor, self._sizes.prompt_rows))
+        return made
 
     def _prompt_arguments(self, weights: Any) -> tuple:
         return weights, self._prompt_input, self._hidden

@@ -451,7 +451,8 @@ class StartedModel:
             if measures:  # else it would count as what the largest steps take
                 self.steps.hidden.zero_()
                 unwritten = self.steps.sampling.unwritten_bytes
-            memory.after_compiling(run_largest, keeps_graphs=self.steps.uses_trees, unwritten=unwritten)
+            of_steps = {"unwritten": unwritten, "beside": self.steps.bytes_behind_largest}
+            memory.after_compiling(run_largest, keeps_graphs=self.steps.uses_trees, **of_steps)
             self._record_on(asked := least(memory.num_blocks(), self.peers))
             if (num_blocks := least(memory.blocks_after_recording(asked), self.peers)) < asked:
                 self._record_on(num_blocks)

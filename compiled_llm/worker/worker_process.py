@@ -35,6 +35,7 @@ from compiled_llm.worker.stage_link import Stage, StageStart
 from compiled_llm.worker.times import RunnerTimes, StartTimes
 
 _SECONDS_TO_END = 30.0
+_LOOK_SECONDS = 1.0  # how often it is looked for code that is compiled beside, while no message comes
 
 
 class Failure(NamedTuple):
@@ -360,7 +361,7 @@ def _serve(
     uncompiled = contextlib.ExitStack()
     try:
         while True:
-            message = receive(connection)
+            message = _next_message(connection, runner)
             if isinstance(message, list):
                 assert runner.adapters is not None
                 runner.adapters.receive(message)
@@ -376,6 +377,13 @@ def _serve(
         if watched is not None:
             watched.close()
         runner.close()
+
+
+def _next_message(connection: Connection, runner: ModelRunner) -> Any:
+    """As ``receive``. Code that is compiled beside takes over though no message comes."""
+    while runner.is_changing and not connection.poll(_LOOK_SECONDS):
+        runner.settle()
+    return receive(connection)
 
 
 def _may_start(connection: Connection, own: Alike) -> bool:

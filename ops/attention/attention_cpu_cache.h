@@ -129,14 +129,14 @@ template <class T, class C>
 TARGET void write_token(const Problem& p, int64_t token) {
   const int64_t block = p.slots[token] / p.block_size, offset = p.slots[token] % p.block_size;
   for (int64_t h = 0; h < p.kv_heads; ++h) {
-    const int64_t run = block * p.kv_heads + h, at = run * p.block_size * p.head_dim;
+    const int64_t run = p.run(block, h), at = run * p.head_dim;
     const T* k = static_cast<const T*>(p.k) + token * p.k_token + h * p.k_head;
     const T* v = static_cast<const T*>(p.v) + token * p.v_token + h * p.v_head;
     const float k_scale = write_row(p, k, true, offset, static_cast<C*>(p.k_cache) + at);
     const float v_scale = write_row(p, v, false, offset, static_cast<C*>(p.v_cache) + at);
     if constexpr (!std::is_same_v<T, C>) {
-      p.k_scale[run * p.block_size + offset] = k_scale;
-      p.v_scale[run * p.block_size + offset] = v_scale;
+      p.k_scale[run + offset] = k_scale;
+      p.v_scale[run + offset] = v_scale;
     }
   }
 }

@@ -50,7 +50,9 @@ def paged_attention(
     Args:
         q: ``[T, N, H]``; float32, bfloat16 or float16; any strides with the last one 1. N is a multiple of K.
         k, v: ``[T, K, H]``, dtype of ``q``; any strides with the last one 1.
-        k_cache, v_cache: ``[B, K, S, H]`` contiguous; dtype of ``q``, or int8 or float8_e4m3fn; written in place.
+        k_cache, v_cache: ``[B, K, S, H]`` contiguous; dtype of ``q``, or int8 or float8_e4m3fn; written in place. On a
+            CPU blocks in the dtype of ``q``, each contiguous, may also be any number of rows ``[H]`` apart, the same in
+            both.
         k_scale, v_scale: ``[B, K, S]`` float32 contiguous, written in place, if the cache is int8 or float8_e4m3fn;
             else None.
         slot_mapping: ``[T]`` int32, token -> block * S + offset. Padding tokens have slots of a block nobody reads.

@@ -19,7 +19,7 @@ from compiled_llm.compiling.build_processes import Built, Job
 from compiled_llm.compiling.cache import CompileCache
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.scheduling.worker import WorkerFailedError
-from compiled_llm.worker import compiled_steps
+from compiled_llm.worker import compiled_steps, runner
 from tests.engine.test_admission import Steer
 
 SMALL: dict[str, Any] = {"bucket_sizes": (2,), "num_kv_blocks": 16, "max_model_len": 64, "progress": "off"}
@@ -99,8 +99,15 @@ def test_graphs_are_loaded_after_the_first_step_and_the_kv_cache_is_in_small_pag
         monkeypatch.setattr(CompiledFunction, "is_pending", False)
         monkeypatch.setattr(CompiledFunction, "take_over", lambda self, finished, seconds: None)
         steps._builds.finished.append(SimpleNamespace(job=SimpleNamespace(name="step"), error=""))
+        released: list[int] = []
+        monkeypatch.setattr(runner, "release_freed_memory", lambda: released.append(1))
+        assert engine.is_changing
         assert engine.ask_for_memory(), "code that is there takes over first"
         assert made_huge.wait(30)
+        assert released == [1]
+        assert not engine.is_changing
+        engine.ask_for_memory()
+        assert released == [1], "it takes a tenth of a second"
 
 
 class WaitsError(Exception):

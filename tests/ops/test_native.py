@@ -249,3 +249,16 @@ def test_small_tensors_share_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None
     assert not any(tensor.any() for tensor in many)
     large = native.huge_zeros((3 << 20,), torch.uint8)
     assert large.data_ptr() % (2 << 20) == 0
+
+
+def test_tensors_in_rows_lie_side_by_side() -> None:
+    """A row has an element of each, and those of other rows are no part of it."""
+    first, second = native.huge_zeros_in_rows(3, 20, [(2, 4), (10,)], torch.bfloat16)
+    assert (first.shape, first.stride(), second.shape, second.stride()) == ((3, 2, 4), (20, 4, 1), (3, 10), (20, 1))
+    assert second.data_ptr() - first.data_ptr() == 8 * 2
+    assert first.data_ptr() % (2 << 20) == 0
+    first.fill_(1)
+    second.fill_(2)
+    assert (first == 1).all()
+    assert (second == 2).all()
+    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr(), "torch would copy them"

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compiled_llm.ops import swap
+from compiled_llm.ops import native, swap
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # The dtype of each layer.
@@ -175,8 +175,11 @@ def test_one_row_into_many_blocks(swap_out: Swap, swap_in: Swap) -> None:
         ({"host": torch.zeros(3, 192, dtype=torch.int8)}, r"host must be .* as host_pool makes it, given torch.int8"),
         ({"host": torch.zeros(3, 384, dtype=torch.uint8)[:, ::2]}, r"host must be .* with strides \(384, 2\)"),
         ({"caches": []}, r"caches must be all tensors of the KV cache, given none"),
-        ({"caches": [torch.zeros(5, 2, 8), torch.zeros(4, 2, 8)]}, r"5 blocks on cpu, .* caches\[1\] with shape \[4,"),
-        ({"caches": [torch.zeros(5, 8, 2).mT]}, r"caches must be contiguous .* caches\[0\] .* strides \(16, 1, 2\)"),
+        (
+            {"caches": [torch.zeros(5, 2, 8), torch.zeros(4, 2, 8)]},
+            r"5 contiguous blocks on cpu, .* caches\[1\] with shape \[4,",
+        ),
+        ({"caches": [torch.zeros(5, 8, 2).mT]}, r"5 contiguous blocks .* caches\[0\] .* strides \(16, 1, 2\)"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -266,3 +269,18 @@ def test_the_order_of_another_stream_is_kept_without_waiting() -> None:
         stream.synchronize()
         assert torch.equal(host[rows], expected[blocks])
         assert torch.equal(rows_of(caches), expected)
+
+
+def test_blocks_of_tensors_that_lie_together() -> None:
+    """As a CPU's KV cache has them: a row has a block of each. What lies behind each row is left alone."""
+    caches = native.huge_zeros_in_rows(6, 3 * 40 + 8, [(2, 20), (40,), (4, 10)], torch.bfloat16)
+    for cache in caches:
+        cache.copy_(noise(cache.shape, torch.bfloat16))
+    expected = [cache.clone() for cache in caches]
+    host = swap.host_pool(caches, 3)
+    swap.swap_out(caches, host, torch.tensor([1, 5]), torch.tensor([2, 0]))
+    swap.swap_in(caches, host, torch.tensor([0, 3]), torch.tensor([2, 0]))
+    swap.copy_blocks(caches, torch.tensor([2]), torch.tensor([4]))
+    for cache, before in zip(caches, expected, strict=True):
+        before[[0, 3, 4]] = before[[1, 5, 2]]
+        assert torch.equal(cache.view(torch.int16), before.view(torch.int16))

@@ -71,6 +71,27 @@ def test_the_tensors_are_zero_and_only_quantised_layers_have_scales() -> None:
     assert len({t.data_ptr() for t in tensors(cache)}) == 10
 
 
+def test_layers_on_a_cpu_lie_together_and_a_block_of_all_is_one_piece() -> None:
+    """So that a short request takes few pages. Tensors of a window have pieces of their own, whatever their number."""
+    config = read_config(checkpoint("gemma3"))
+    window = config.sliding_window
+    assert window is not None
+    cache = allocate(config, (torch.bfloat16,) * config.num_layers, 5, 8, torch.device("cpu"), {window: 3})
+    of_blocks = [[tensor for tensor in tensors(cache) if len(tensor) == count] for count in (5, 3)]
+    assert all(of_blocks)
+    for of_count in of_blocks:
+        places = sorted(tensor.data_ptr() for tensor in of_count)
+        (stride,) = {tensor.stride(0) for tensor in of_count}
+        size = of_count[0][0].nbytes
+        assert [place - places[0] for place in places] == [size * number for number in range(len(places))]
+        assert size * len(places) <= 2 * stride < size * len(places) + 2 * 64 * config.head_dim
+        assert all(tensor[:1].is_contiguous() for tensor in of_count)
+    trial = allocate(config, (torch.bfloat16,) * config.num_layers, 3, 8, torch.device("cpu"), {window: 3})
+    assert [one.stride() for one in tensors(trial)] == [one.stride() for one in tensors(cache)], (
+        "compiled code has them"
+    )
+
+
 def test_description() -> None:
     config, half = model_config(), torch.bfloat16
     assert describe(config, (half,) * 3, half) == "bfloat16, 3072 bytes a token"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm.ops.native import huge_zeros
+from compiled_llm.ops.native import huge_zeros, huge_zeros_in_rows
 from compiled_llm.worker import pool_pages
 from compiled_llm.worker.pool_pages import PoolPages
 
@@ -92,3 +92,14 @@ def test_it_is_left_where_the_system_cannot(monkeypatch: pytest.MonkeyPatch, rea
     assert not pages.ask(0)
     assert not pages.ask(0)
     assert len(calls) == (reason == "an older kernel")
+
+
+def test_blocks_of_tensors_that_lie_together_are_asked_for_once(asked: list[tuple[int, int]]) -> None:
+    tensors = huge_zeros_in_rows(1000, 3 * 4096, 3 * [(8, 512)], torch.float16)
+    pages = PoolPages(tensors, ahead_bytes=100 * 3 * 8192)
+    all_of(pages, 0)
+    assert sum(size for _, size in asked) == 170 * 3 * 8192, "two pieces of 85 blocks"
+    assert min(address for address, _ in asked) == tensors[0].data_ptr()
+    all_of(pages, 1000)
+    last = max(address + size for address, size in asked)
+    assert last == tensors[0].data_ptr() + 1000 * 3 * 8192, "all of it, and no more"

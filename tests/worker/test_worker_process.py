@@ -1,7 +1,9 @@
 """A worker in another process: the engine's core and scheduler here, the ModelRunner there, a pipe between them."""
 
+import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +12,7 @@ from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.api.outputs import RequestOutput
 from compiled_llm.engine.failures import RequestsFailedWarning
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.worker import worker_process
 from tests.forked_workers import forking
 
 ARGUMENTS = {
@@ -132,3 +135,29 @@ def test_requests_of_a_dead_process_end_with_its_exit_code_and_the_end_is_final(
     engine.close()
     with pytest.raises(RuntimeError, match="the worker process is closed"):
         process.launch(SchedulerOutput())
+
+
+@pytest.mark.parametrize("turns", [0, 3])
+def test_code_that_is_there_takes_over_while_no_message_comes(monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
+    """A message ends the wait at once; once nothing is left to change, only a message does."""
+    monkeypatch.setattr(worker_process, "_LOOK_SECONDS", 0.001)
+    here, there = multiprocessing.Pipe()
+    looked: list[int] = []
+
+    class Changes:
+        @property
+        def is_changing(self) -> bool:
+            return len(looked) < turns
+
+        def settle(self) -> None:
+            looked.append(1)
+            if len(looked) == turns:
+                here.send("a step")
+
+    if not turns:
+        here.send("a step")
+    late = threading.Timer(10, here.send, ("a step that nobody looked for",))
+    late.start()
+    assert worker_process._next_message(there, Changes()) == "a step"  # type: ignore[arg-type]
+    late.cancel()
+    assert len(looked) == turns

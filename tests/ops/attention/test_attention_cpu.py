@@ -37,6 +37,35 @@ def test_neighbours_change_no_bit(attend: Attend, kind: str, options: dict) -> N
         assert torch.equal(attend(*alone(case, request).args()), together[case.rows(request)])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "block_size", "head_dim"),
+    [(torch.bfloat16, 16, 64), (torch.bfloat16, 4, 40), (torch.float32, 16, 128), (torch.float16, 32, 64)],
+    ids=str,
+)
+def test_blocks_that_lie_apart_change_no_bit(
+    kernels: native.Kernels, dtype: torch.dtype, block_size: int, head_dim: int
+) -> None:
+    """A CPU's cache has those of other layers between them, which are left alone."""
+    case = make_case(**MIXED, dtype=dtype, block_size=block_size, head_dim=head_dim)
+    values, shape = case.values(), case.k_cache.shape
+    size = shape[1:].numel()
+    others, *apart, others_too = native.huge_zeros_in_rows(shape[0], 4 * size + 3 * head_dim, 4 * [shape[1:]], dtype)
+    for tensor, name in zip(apart, ("k_cache", "v_cache"), strict=True):
+        values[name] = torch.randn(shape).to(dtype)
+        tensor.copy_(values[name])
+    together = kernels.run("paged_attention", *values.values())
+    in_rows = dict(zip(("k_cache", "v_cache"), apart, strict=True))
+    assert torch.equal(kernels.run("paged_attention", *(values | in_rows).values()), together)
+    assert all(torch.equal(tensor, values[name]) for name, tensor in in_rows.items())
+    assert not others.any()
+    assert not others_too.any()
+    with pytest.raises(ValueError, match="k_cache and v_cache must have the same strides"):
+        kernels.run("paged_attention", *(values | {"k_cache": apart[0]}).values())
+    halves = torch.zeros(*shape[:3], 2 * head_dim, dtype=dtype)[..., :head_dim]
+    with pytest.raises(ValueError, match="v_cache must have contiguous blocks, whole rows apart, got strides"):
+        kernels.run("paged_attention", *(values | {"v_cache": halves}).values())
+
+
 @pytest.mark.battery
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=str)
 def test_software_tiles_are_those_of_the_cpu(kernels: native.Kernels, kv_dtype: torch.dtype | None) -> None:
