@@ -1,7 +1,8 @@
 """Which pages the memory of a CPU's tensors comes in, after it was reserved and before or while it is written.
 
-A huge page is zeroed as a whole when its first byte is written: 2 MiB for each tensor of a KV cache, of which a first
-answer writes some hundred bytes. On a virtual machine whose host has to find the memory, that took 4 ms a tensor.
+A huge page is zeroed as a whole when its first byte is written: 2 MiB, of which a first answer may write some hundred
+bytes. On a virtual machine whose host has to find the memory, that takes 4 ms. Most layers of a KV cache share pages
+(``step/kv_cache.py``); those of 8 bits, latents and states have their own.
 """
 
 import mmap

@@ -22,7 +22,7 @@ from compiled_llm.ops.user_warnings import at_callers_line
 
 # What the end of the interpreter waits for the step, or the start, that the engine is in the middle of.
 _EXIT_SECONDS = 10.0
-# How often it is looked for code that is compiled beside, while nothing is to do.
+# Between two looks for code that was compiled meanwhile, while nothing is to do.
 _LOOK_SECONDS = 1.0
 # Errors that end the thread, and with it the engine. All others belong to one request or step.
 _INTERRUPTS = (KeyboardInterrupt, SystemExit)
@@ -229,9 +229,12 @@ class EngineThread:
             most_seconds = _LOOK_SECONDS if engine.is_changing else None
             # Commands that come meanwhile wait for the next turn, so that they cannot keep steps from running.
             for _ in range(max(self._commands.qsize(), 0 if goes_on else 1)):
-                with suppress(Empty):
-                    if not self._run_command(engine, self._commands.get(timeout=most_seconds)):
-                        return
+                try:
+                    command = self._commands.get(timeout=most_seconds)
+                except Empty:
+                    break
+                if not self._run_command(engine, command):
+                    return
             if engine.has_unfinished_requests():
                 self._step(engine)
 

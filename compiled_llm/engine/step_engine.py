@@ -403,7 +403,8 @@ class StepEngine:
     def ask_for_memory(self) -> bool:
         """While nothing is unfinished, on a CPU: have the system give memory for KV blocks that were never used.
 
-        It takes some 5 ms; what the next requests write is there then. Returns whether more is to be asked for.
+        It takes some 5 ms; what the next requests write is there then. Graphs that are compiled take over before, and
+        once all have, what that freed is given back, in up to 0.1 s. Returns whether more is to be asked for.
         """
         return not self.has_unfinished_requests() and self._core.ask_for_memory()
 

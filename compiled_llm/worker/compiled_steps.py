@@ -381,7 +381,9 @@ class CompiledSteps:
     @property
     def is_changing(self) -> bool:
         """Whether functions are uncompiled that will not stay so."""
-        return self._builds is not None
+        if self._builds is None:
+            return False
+        return not (self._builds.finished and self._builds.finished[0].error)
 
     def uncompiled(self, cache_dtypes: Sequence[torch.dtype]) -> "CompiledSteps":
         """These steps without compiling, on the same weights and KV cache."""

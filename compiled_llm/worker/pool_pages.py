@@ -6,9 +6,10 @@ Qwen3-0.6B's size writes 235 MB, so it took 0.4 s longer. While an engine has no
 requests will write, so that these need not wait.
 """
 
+import itertools
 import mmap
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -37,9 +38,8 @@ class PoolPages:
         sizes = [rows.row_bytes for rows in self._memory]
         self._ahead_bytes = ahead_bytes
         self._ahead = ahead_bytes // max(1, sum(sizes))
-        self._step = max(
-            1, _HUGE_PAGE // max(sizes, default=1)
-        )  # blocks, of which each piece of memory has about a page
+        # Blocks, of which each piece of memory has about a page, or those of one block.
+        self._step = max(1, _HUGE_PAGE // max(sizes, default=1))
         self._asked = 0  # all blocks below
         self._pieces: deque[tuple[int, int]] = deque()  # addresses and sizes, of the blocks before
 
@@ -55,7 +55,7 @@ class PoolPages:
         if not self._pieces:
             if self._asked >= min(self._most, used + self._ahead) or free_memory() < 2 * self._ahead_bytes:
                 return False
-            self._pieces += (self._piece(rows) for rows in self._memory if self._asked < rows.num_rows)
+            self._pieces.extend(itertools.chain.from_iterable(map(self._pieces_of, self._memory)))
             self._asked += self._step
         address, size = self._pieces.popleft()
         if madvise(address, size, _POPULATE_WRITE) != 0:  # an older kernel
@@ -64,8 +64,9 @@ class PoolPages:
             return False
         return True
 
-    def _piece(self, rows: Rows) -> tuple[int, int]:
-        """The whole pages that have the next blocks of a piece of memory."""
+    def _pieces_of(self, rows: Rows) -> Iterator[tuple[int, int]]:
+        """The whole pages that have the next blocks of some memory, in pieces of up to 2 MiB; none behind its last."""
         end = rows.address + min(self._asked + self._step, rows.num_rows) * rows.row_bytes
         first = (rows.address + self._asked * rows.row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        return first, end - first
+        for start in range(first, end, _HUGE_PAGE):
+            yield start, min(_HUGE_PAGE, end - start)

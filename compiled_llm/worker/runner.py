@@ -65,10 +65,11 @@ class ModelRunner(StartedModel, Worker):
         self.settle()
         if self.is_changing:  # pages that are asked for now would be small ones
             return False
-        return self.pool_pages.ask(self.rows.blocks_end)
+        return self.rows.blocks_end > 0 and self.pool_pages.ask(self.rows.blocks_end)
 
     @property
     def is_changing(self) -> bool:
+        """Whether code has still to take over, or what that freed to be given back."""
         return self.steps.is_changing or self.steps.has_changed
 
     def settle(self) -> None:

@@ -35,7 +35,7 @@ from compiled_llm.worker.stage_link import Stage, StageStart
 from compiled_llm.worker.times import RunnerTimes, StartTimes
 
 _SECONDS_TO_END = 30.0
-_LOOK_SECONDS = 1.0  # how often it is looked for code that is compiled beside, while no message comes
+_LOOK_SECONDS = 1.0  # between two looks for code that was compiled meanwhile, while no message comes
 
 
 class Failure(NamedTuple):

@@ -81,7 +81,8 @@ Tensor paged_attention(
       ancestors.has_value() ? ancestors->data<const int64_t>() : nullptr,
       q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
       tokens, requests, heads, kv_heads, heads / kv_heads, head_dim, block_size, width,
-      blocks > 1 ? k_cache.stride(0) / head_dim : kv_heads * block_size, std::min<int64_t>(window, int64_t{1} << 40), static_cast<float>(sm_scale), static_cast<float>(soft_cap)};
+      blocks > 1 ? k_cache.stride(0) / head_dim : kv_heads * block_size, std::min<int64_t>(window, int64_t{1} << 40),
+      static_cast<float>(sm_scale), static_cast<float>(soft_cap)};
 
   run(p, chosen(), blocks, dtype, k_cache.dtype());
   return out;

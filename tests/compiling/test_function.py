@@ -91,7 +91,8 @@ COMPILED = "lfm2"
 @pytest.mark.parametrize(
     ("name", "samples", "kv_cache_dtype"),
     [
-        pytest.param(COMPILED, False, "int8", id="ordinary"),
+        pytest.param(COMPILED, False, "auto", id="ordinary"),
+        pytest.param(COMPILED, False, "int8", id="8 bits", marks=pytest.mark.battery),
         *(
             pytest.param(*case, id="-".join(map(str, case)), marks=pytest.mark.battery)
             for case in (

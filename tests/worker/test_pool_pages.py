@@ -103,3 +103,12 @@ def test_blocks_of_tensors_that_lie_together_are_asked_for_once(asked: list[tupl
     all_of(pages, 1000)
     last = max(address + size for address, size in asked)
     assert last == tensors[0].data_ptr() + 1000 * 3 * 8192, "all of it, and no more"
+
+
+def test_a_block_of_many_pages_is_asked_for_page_by_page(asked: list[tuple[int, int]]) -> None:
+    """Such as one of all layers with many slots: a request that comes meanwhile waits for one page."""
+    tensors = huge_zeros_in_rows(3, 8 * MIB, [(2 * MIB,)] * 4, torch.float16)
+    pages = PoolPages(tensors, ahead_bytes=32 * MIB)
+    all_of(pages, 0)
+    assert sum(size for _, size in asked) == 2 * 16 * MIB
+    assert max(size for _, size in asked) <= 2 * MIB
