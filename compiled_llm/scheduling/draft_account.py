@@ -8,8 +8,8 @@ empty, nothing is looked for. Steps of about as many requests have an account of
 pays for one request need not for many.
 
 A machine becomes slower and faster, and while every step has drafts nobody sees what plain ones take by now. So after
-other steps, as many plain ones are measured, up to 16. Of those that follow most *rest*: nothing of them is measured,
-and their shares are entered all at once, since measuring a step takes time, too.
+other steps, as many plain ones are measured, up to 16. Those that follow *rest*: none of them is measured by itself, and
+their shares are entered all at once, since measuring a step takes time, too; what they took is known of all together.
 """
 
 import dataclasses
@@ -35,6 +35,7 @@ _STALE, _TOO_OLD, _TOO_OLD_AT_FIRST = 64, 256, 32
 _AT_FIRST, _WEIGHT_AT_FIRST = 9, 0.3  # plain steps that were measured, and the share by which one moves their average
 # A step moves the average of those like it by this share, at first by more, and counts as so many times that at most.
 _LEAST_WEIGHT, _MOST_TIMES = 0.1, 2.0
+_WEIGHT_OF_REST = 0.5  # the share by which the average of steps that rest moves that of plain ones
 
 # Of steps that have one account: their number of requests, rounded up to a power of two, and whether one is not greedy.
 Kind = tuple[int, bool]
@@ -188,7 +189,7 @@ class DraftAccount:
     def rest(self, kind: Kind) -> int:
         """How many plain steps of a kind are to follow unmeasured. What they enter is entered now.
 
-        After these, one is measured before others rest.
+        After these, one is measured before others rest, unless ``enter_rest`` says what they took.
         """
         steps = self._steps.get(kind)
         if steps is None or steps.num_plain < _LEAST_KNOWN or steps.num_due:
@@ -199,6 +200,17 @@ class DraftAccount:
         steps.num_before, steps.num_due = SETTLED, 1
         steps.add(steps.share * count)
         return count
+
+    def enter_rest(self, kind: Kind, seconds: float) -> None:
+        """The steps that ``rest`` has entered are over, and nothing came between. ``seconds``: of one, on average.
+
+        To measure a step changes what it takes: its code is in no cache. This does not.
+        """
+        steps = self._steps.get(kind)
+        if steps is not None and seconds > 0.0:
+            bounded = min(max(seconds, steps.plain / _MOST_TIMES), _MOST_TIMES * steps.plain)
+            steps.plain += _WEIGHT_OF_REST * (bounded - steps.plain)
+            steps.num_plain, steps.age, steps.num_due = steps.num_plain + 1, 0, 0
 
     def end_rest(self, kind: Kind, count: int) -> None:
         """Of the steps that ``rest`` has entered, ``count`` are not to rest after all."""

@@ -65,6 +65,8 @@ class DraftPlanner:
         # Whether the step that is being planned rests, in which nothing is looked for or measured, and how many follow.
         self._rests, self._num_rests = False, 0
         self._rested = False  # whether the last plan that was not empty was of such a step
+        # When the steps that rest began, and how many they are; None where something else came between.
+        self._rest: tuple[float, int] | None = None
         # Whether requests may wait for their tokens for drafts alone. Where nothing is looked for, they are let go.
         self._keeps_waiting = False
         self._kind: Kind = 1, False  # of the step that was planned last
@@ -94,6 +96,7 @@ class DraftPlanner:
 
     def _end_rest(self) -> None:
         """Other requests run from now on, and what does not pay for those before may pay for them."""
+        self._rest = None
         if self._num_rests:
             self.account.end_rest(self._kind, self._num_rests)
             self._num_rests = 0
@@ -138,11 +141,15 @@ class DraftPlanner:
         self.proposed = {}
         started = time.perf_counter()
         self._end_step(started)
+        if self._rest is not None:
+            began, count = self._rest
+            self._rest = None
+            self.account.enter_rest(self._kind, (started - began) / count)
         if self._adapts and not self._choose():
             if self._keeps_waiting:
                 self._let_go()
             if not (self._keeps_waiting or self._drafts_next) and (count := self.account.rest(self._kind)):
-                self._rests, self._num_rests = True, count - 1
+                self._rests, self._num_rests, self._rest = True, count - 1, (started, count)
             self._planned = time.perf_counter() - started
             return
         self._keeps_waiting = True
@@ -271,6 +278,8 @@ class DraftPlanner:
     def record(self, result: StepResult, num_requests: int, num_tokens: int) -> None:
         """A step of so many requests and tokens is done, whose drafts were accepted or not."""
         self._computes_prompts = result.bucket.kind != "decode"
+        if self._computes_prompts:
+            self._rest = None
         drafting, counts = result.draft_seconds, self.running_set.counts
         counts.draft_seconds += drafting
         if self._rests and not self._computes_prompts:  # the usual case where drafts do not pay

@@ -383,6 +383,12 @@ _PLANTED = """
             DraftPlanner._choose: self._drafts_next or self._drafted_before => self._drafts_next
         steps that do not rest after all keep their shares
             DraftPlanner._end_rest: self.account.end_rest(self._kind, self._num_rests) => ...
+        what steps that rest took is not known
+            DraftPlanner.propose: self.account.enter_rest(self._kind, (started - began) / count) => ...
+        a prompt counts as a step that rests
+            DraftPlanner.record: self._rest = None => ...
+        a rest that others have ended counts as a whole
+            DraftPlanner._end_rest: self._rest = None => ...
         empty plans rest
             DraftPlanner.plan_next: self._num_rests += 1 => ...
         tokens of short prompts are no tokens of a step that decodes
@@ -1209,7 +1215,7 @@ _PLANTED = """
         blocks are asked for as if none had been used
             PoolPages.ask: used + self._ahead => self._ahead
         the first pages of blocks are left out
-            PoolPages._piece: first, end - first => (first + mmap.PAGESIZE, end - first - mmap.PAGESIZE)
+            PoolPages._pieces_of: range(first, end, _HUGE_PAGE) => range(first + mmap.PAGESIZE, end, _HUGE_PAGE)
     ops.fetch, FETCH
         a copy does not wait for what reads its buffer
             _begin_copy: beside.wait_stream(main) => None

@@ -200,6 +200,21 @@ def test_steps_that_rest_are_as_many_as_the_account_lacks() -> None:
     assert account.looks(ONE, goes_on=True)
 
 
+def test_steps_that_rested_undisturbed_are_measured_by_that_and_others_rest_at_once() -> None:
+    run = Run()
+    run.steps(FIRST)
+    account, plain = run.account, DoneStep(ONE, 1, ALIKE, has_drafts=False, seconds=PLAIN)
+    for step in (plain._replace(looked=20 * PLAIN), *[plain] * (SETTLED + 1)):
+        account.enter(step)
+    for wanted in (1.25, 1.375, 1.4375):
+        assert account.rest(ONE) == MOST_RESTED
+        account.enter_rest(ONE, 1.5 * PLAIN)
+        assert account._steps[ONE].plain == pytest.approx(wanted * PLAIN)
+    account.rest(ONE)
+    account.enter_rest(ONE, 100 * PLAIN)
+    assert account._steps[ONE].plain < 3 * PLAIN, "a pause of the machine"
+
+
 def test_what_does_not_rest_after_all_enters_nothing() -> None:
     run = Run()
     run.steps(FIRST)

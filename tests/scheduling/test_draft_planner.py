@@ -9,7 +9,7 @@ import pytest
 from compiled_llm import SamplingParams
 from compiled_llm.scheduling import draft_planner
 from compiled_llm.scheduling.bucket import Bucket, buckets_of, choose_bucket
-from compiled_llm.scheduling.draft_account import LEAST_SHARE, MOST, SHARE
+from compiled_llm.scheduling.draft_account import LEAST_SHARE, MOST, MOST_RESTED, SHARE
 from compiled_llm.scheduling.draft_planner import DraftPlanner
 from compiled_llm.scheduling.drafter import DraftSource
 from compiled_llm.scheduling.request import Request
@@ -193,6 +193,70 @@ def test_a_rest_ends_when_other_requests_run(ends: bool) -> None:
     for _ in range(4):
         server.step()
     assert source.num_looks >= before + 2
+
+
+def rests_of(server: Server) -> list[float]:
+    """What steps that rest take from now on, on average, as the account is told."""
+    found, enter = list[float](), server.drafts.account.enter_rest
+
+    def noting(kind: tuple[int, bool], seconds: float) -> None:
+        found.append(seconds)
+        enter(kind, seconds)
+
+    server.drafts.account.enter_rest = noting  # type: ignore[method-assign]
+    return found
+
+
+def test_what_steps_that_rest_take_is_known_of_all_of_them_together() -> None:
+    """To measure one of them takes as long as that step here: what it is said to take would be twice what it takes."""
+    server = Server(Looks(Server, 20.0), max_model_len=1500)
+    found, account = rests_of(server), server.drafts.account
+    server.add(length=1480)
+    while len(found) < 5:
+        server.step()
+    num_plain = account._steps[server.drafts._kind].num_plain
+    while len(found) < 10:
+        server.step()
+    assert account._steps[server.drafts._kind].num_plain == num_plain + 5, "no step is measured alone between"
+    assert found == pytest.approx([1.0] * 10)
+    assert account._steps[server.drafts._kind].plain == pytest.approx(1.0)
+
+
+def test_a_rest_in_which_a_prompt_is_computed_says_nothing() -> None:
+    """Such as that of a request which was preempted."""
+    server = Server(Looks(Server, 20.0), max_model_len=1500)
+    found = rests_of(server)
+    server.add(length=1480)
+    while len(found) < 3 or server.drafts._num_rests != 30:
+        server.step()
+    before = len(found)
+    server.drafts.record(StepResult(Bucket("tokens", 16, 4), (1,), seconds=9.0), 1, 4)
+    for _ in range(31):
+        server.step()
+    assert len(found) == before
+    for _ in range(2 * MOST_RESTED):
+        server.step()
+    assert len(found) > before
+
+
+@pytest.mark.parametrize("takes_drafts", [False, True])
+def test_a_rest_that_others_have_ended_says_nothing(takes_drafts: bool) -> None:
+    """Such as one of which a step computed a prompt, or behind which other requests run."""
+    server = Server(Looks(Server, 20.0), max_num_seqs=2, max_model_len=1500)
+    found = rests_of(server)
+    server.add(length=1480)
+    while len(found) < 3:
+        server.step()
+    while server.drafts._num_rests != 30:
+        server.step()
+    params = None if takes_drafts else SamplingParams(max_tokens=380, num_speculative_tokens=0)
+    server.add(length=380, params=params)
+    Server.now += 500.0
+    before = len(found)
+    for _ in range(40):
+        server.step()
+    assert max(found) == pytest.approx(1.0)
+    assert before == 3
 
 
 @pytest.mark.parametrize("waits", [False, True])
