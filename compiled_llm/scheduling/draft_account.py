@@ -8,8 +8,8 @@ empty, nothing is looked for. Steps of about as many requests have an account of
 pays for one request need not for many.
 
 A machine becomes slower and faster, and while every step has drafts nobody sees what plain ones take by now. So after
-other steps, as many plain ones are measured, up to 16. Those that follow *rest*: none of them is measured by itself, and
-their shares are entered all at once, since measuring a step takes time, too; what they took is known of all together.
+other steps, as many plain ones are measured, up to 16. Those that follow *rest*: none of them is measured by itself,
+and their shares are entered all at once, since measuring a step takes time, too; what they took is known of all.
 """
 
 import dataclasses
