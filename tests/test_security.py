@@ -63,6 +63,7 @@ ALLOWED = {
     ("compiled_llm/parallel/stages.py", "multiprocessing"): _OWN_PIPE,
     ("compiled_llm/worker/message.py", "pickle"): _OWN_PIPE,
     ("compiled_llm/bench/shared.py", "multiprocessing"): _OWN_PIPE,
+    ("compiled_llm/bench/speculation.py", "multiprocessing"): _OWN_PIPE,
     ("compiled_llm/bench/step_costs.py", "multiprocessing"): _OWN_PIPE,
     ("compiled_llm/bench/plan.py", "multiprocessing"): _OWN_PIPE,
     ("compiled_llm/bench/all_reduce.py", "multiprocessing"): _OWN_PIPE,
