@@ -65,7 +65,7 @@ class ModelRunner(StartedModel, Worker):
         self.settle()
         if self.is_changing:  # pages that are asked for now would be small ones
             return False
-        return self.rows.blocks_end > 0 and self.pool_pages.ask(self.rows.blocks_end)
+        return self.pool_pages.ask(self.rows.blocks_end)
 
     @property
     def is_changing(self) -> bool:
