@@ -9,7 +9,7 @@ pays for one request need not for many.
 
 A machine becomes slower and faster, and while every step has drafts nobody sees what plain ones take by now. So after
 other steps, as many plain ones are measured, up to 16. Those that follow *rest*: none of them is measured by itself,
-and their shares are entered all at once, since measuring a step takes time, too; what they took is known of all.
+since measuring a step takes time, too. Their shares are entered all at once, and so is what they took on average.
 """
 
 import dataclasses
