@@ -278,14 +278,13 @@ class DraftPlanner:
     def record(self, result: StepResult, num_requests: int, num_tokens: int) -> None:
         """A step of so many requests and tokens is done, whose drafts were accepted or not."""
         self._computes_prompts = result.bucket.kind != "decode"
+        num_accepted, self._num_accepted = self._num_accepted, 0
+        drafting, counts = result.draft_seconds, self.running_set.counts
+        if self._rests and not (drafting or self._computes_prompts):  # the usual case where drafts do not pay
+            return
         if self._computes_prompts:
             self._rest = None
-        drafting, counts = result.draft_seconds, self.running_set.counts
         counts.draft_seconds += drafting
-        if self._rests and not self._computes_prompts:  # the usual case where drafts do not pay
-            self._num_accepted = 0
-            return
-        num_accepted, self._num_accepted = self._num_accepted, 0
         if self._rests or not self.costs:
             return
         if self._computes_prompts:

@@ -152,7 +152,9 @@ class SchedulerOutput(NamedTuple):
     def moves_blocks(self) -> bool:
         """Whether blocks are swapped or copied before the step."""
         own = self.swapped_out or self.swapped_in or self.copies or self.states.swapped_out or self.states.swapped_in
-        return bool(own) or any(window.moves_blocks for window in self.windows)
+        if own or not self.windows:
+            return bool(own)
+        return any(window.moves_blocks for window in self.windows)
 
     @property
     def max_query_len(self) -> int:

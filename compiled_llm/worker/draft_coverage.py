@@ -59,10 +59,12 @@ class DraftCoverage:
         for name in output.released_request_ids:
             self._forget(name)
         for admission in output.admissions:
-            self._forget(admission.request_id)
+            self._admit(admission.request_id)
         if output.table_updates:
             self._enter_tables(output)
-        return not output.drafts_next and self._complete.isdisjoint(output.request_ids)
+        if output.drafts_next:
+            return False
+        return not self._complete or self._complete.isdisjoint(output.request_ids)
 
     def _reset(self) -> None:
         """A step has failed: what the drafter has is not relied on."""
@@ -70,6 +72,10 @@ class DraftCoverage:
         self._num_known.clear()
         self._first_lacking[:] = 0
         self._first_lacking_on_host[:] = 0
+
+    def _admit(self, name: RequestId) -> None:
+        """A request begins to run."""
+        self._forget(name)
 
     def _forget(self, name: RequestId) -> None:
         """A request does not run any more, or begins to."""

@@ -34,7 +34,6 @@ class HeadCoverage(DraftCoverage):
 
     def expect(self, output: SchedulerOutput) -> bool:
         is_done = super().expect(output)
-        self._admitted.update(admission.request_id for admission in output.admissions)
         if self._admitted:  # a step may leave out a request that it admits
             for name, start in zip(output.request_ids, output.num_computed_tokens, strict=True):
                 if name in self._admitted:
@@ -48,6 +47,10 @@ class HeadCoverage(DraftCoverage):
         self._followers_on_host[:] = _UNKNOWN
         self._admitted.clear()
         self._num_found.clear()
+
+    def _admit(self, name: RequestId) -> None:
+        super()._admit(name)
+        self._admitted.add(name)
 
     def _forget(self, name: RequestId) -> None:
         super()._forget(name)

@@ -15,7 +15,13 @@
 #include "../parallel/shared_buffers.h"
 #include "rowwise_cpu_rows.h"
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 namespace {
+
+constexpr int64_t kStreamedRows = 32;
 
 // The weight of a norm of x: [size], in the dtype of x or in float32.
 const void* weight_of(const Tensor& weight, const Tensor& x, int64_t size, const char* op) {
@@ -309,6 +315,16 @@ std::tuple<Tensor, Tensor> log_sum_exp_of_ranks(const Tensor& own, const Tensor&
   return {std::move(peak), std::move(log_total)};
 }
 
+// Copies `bytes`, a multiple of 64, to a line of memory that the caches do not keep: it is not read before.
+void stream(char* to, const char* from, int64_t bytes) {
+#if defined(__SSE2__)
+  for (int64_t i = 0; i < bytes; i += 16)
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+#else
+  std::memcpy(to, from, bytes);
+#endif
+}
+
 // Rows of x, [T, D], go to their slots of a cache, [B, S, C], from a column on.
 std::tuple<> write_slots(const Tensor& cache, const Tensor& slots, const Tensor& x, int64_t column) {
   constexpr auto* op = "write_slots";
@@ -326,7 +342,19 @@ std::tuple<> write_slots(const Tensor& cache, const Tensor& slots, const Tensor&
   for (int64_t row = 0; row < rows; ++row)
     CHECK_INDEX(slot[row] >= 0 && slot[row] < count, op, ": slots[", row, "] is ", slot[row], ", and the cache has ", count);
   const Rows to = {cache.data<char>() + column * bytes, cache.size(2) * bytes};
-  for_rows(rows, size, [&](int64_t row) { std::memcpy(to[slot[row]], from[row], size * bytes); });
+  // What prompts leave is read much later, if at all.
+  const bool streams = rows >= kStreamedRows && reinterpret_cast<uintptr_t>(to.data) % 64 == 0 && to.stride % 64 == 0 &&
+                       size * bytes % 64 == 0;
+  if (!streams) {
+    for_rows(rows, size, [&](int64_t row) { std::memcpy(to[slot[row]], from[row], size * bytes); });
+    return {};
+  }
+  parallel_for(0, rows, std::max<int64_t>(1, kGrain / size), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) stream(to[slot[row]], from[row], size * bytes);
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+  });
   return {};
 }
 
