@@ -18,7 +18,7 @@ from compiled_llm.api.config import EngineLimits
 from compiled_llm.api.speculative_config import NetworkTree
 from compiled_llm.compiling.build_processes import Job
 from compiled_llm.compiling.function import CompiledFunction
-from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.inputs import FeatureCache, KVCache, StepInput
 from compiled_llm.ops.torch_private import DynamicSize, mark_dynamic_size, mark_static_address
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
@@ -296,6 +296,11 @@ class NetworkStage(DraftStage):
         }
         self.coverage: DraftCoverage | None = None
 
+    @functools.cached_property
+    def _keeps_features(self) -> bool:
+        """Whether it makes features of each step's tokens, drafted behind or not."""
+        return bool(self.kv_cache) and isinstance(self.kv_cache[-1], FeatureCache)
+
     @staticmethod
     def _num_columns(tree: NetworkTree) -> int:
         """What a request's tree takes of ``token_ids``."""
@@ -321,7 +326,8 @@ class NetworkStage(DraftStage):
         return self._weights, step_input, self.kv_cache
 
     def expect(self, output: SchedulerOutput) -> bool:
-        return not output.drafts_next if self.coverage is None else self.coverage.expect(output)
+        is_done = not output.drafts_next if self.coverage is None else self.coverage.expect(output)
+        return is_done and not self._keeps_features
 
     def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
         coverage = self.coverage

@@ -27,41 +27,28 @@ class HeadCoverage(DraftCoverage):
         # Of each block, the token that its last row was computed with.
         self._followers = np.full(num_blocks + 1, _UNKNOWN, dtype=np.int32)
         self._followers_on_host = np.full(num_host_blocks + 1, _UNKNOWN, dtype=np.int32)
-        self._admitted = set[RequestId]()  # requests that have not been in a step
         self._num_found: dict[RequestId, int] = {}  # tokens that requests found computed, until theirs are known
         # Of the step that is drafted behind, by row: where blocks end whose last row has another follower, in tokens.
         self._outdated: dict[int, np.ndarray] = {}
-
-    def expect(self, output: SchedulerOutput) -> bool:
-        is_done = super().expect(output)
-        if self._admitted:  # a step may leave out a request that it admits
-            for name, start in zip(output.request_ids, output.num_computed_tokens, strict=True):
-                if name in self._admitted:
-                    self._admitted.discard(name)
-                    self._num_found[name] = start
-        return is_done
 
     def _reset(self) -> None:
         super()._reset()
         self._followers[:] = _UNKNOWN
         self._followers_on_host[:] = _UNKNOWN
-        self._admitted.clear()
         self._num_found.clear()
 
-    def _admit(self, name: RequestId) -> None:
-        super()._admit(name)
-        self._admitted.add(name)
+    def _begin(self, name: RequestId, num_found: int) -> None:
+        self._num_found[name] = num_found
 
     def _forget(self, name: RequestId) -> None:
         super()._forget(name)
-        self._admitted.discard(name)
         self._num_found.pop(name, None)
 
     def _move_blocks(self, output: SchedulerOutput) -> None:
         super()._move_blocks(output)
         self._move(output, self._followers, self._followers_on_host)
 
-    def _empty(self, blocks: list[int]) -> None:
+    def _empty(self, blocks: int | list[int]) -> None:
         super()._empty(blocks)
         self._followers[blocks] = _UNKNOWN
 

@@ -8,7 +8,6 @@ import numpy as np
 
 from compiled_llm.api.speculative_config import NetworkTree
 from compiled_llm.models.draft_heads.family import HeadFamily
-from compiled_llm.models.inputs import FeatureCache
 from compiled_llm.models.registry import family_of
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
@@ -45,15 +44,8 @@ class HeadStage(NetworkStage):
     _prompt_function = staticmethod(head_prompt_function)
     _numbers_rows = True
 
-    @functools.cached_property
-    def _keeps_features(self) -> bool:
-        return isinstance(self.kv_cache[-1], FeatureCache)
-
     def make_coverage(self, num_blocks: int, num_host_blocks: int) -> None:
         self.coverage = HeadCoverage(self._limits, num_blocks, num_host_blocks)
-
-    def expect(self, output: SchedulerOutput) -> bool:
-        return super().expect(output) and not self._keeps_features
 
     def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
         if self._keeps_features:

@@ -106,7 +106,8 @@ class ModelRunner(StartedModel, Worker):
             assert self.adapters is not None
             self.adapters.load(slot_number, digest)
         steps.move_keys(output)
-        if output.moves_blocks:
+        moves_blocks = output.moves_blocks
+        if moves_blocks:
             self.swap_space.copy(output, steps.cache_groups())
         copied = time.perf_counter()
         self._submit_files(output)
@@ -151,7 +152,7 @@ class ModelRunner(StartedModel, Worker):
                 step.tokens = tokens.clone()  # the step is repeated, and may leave others
             profiler.repeat(steps, bucket, needs, take_back)
         step.seconds = finished - copied
-        step.copy_seconds = copied - prepared if output.moves_blocks and slot is None else 0.0
+        step.copy_seconds = copied - prepared if moves_blocks and slot is None else 0.0
         return step
 
     def _move_files(self, output: SchedulerOutput) -> LaunchedStep:
