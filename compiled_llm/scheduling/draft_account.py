@@ -3,9 +3,9 @@
 Its unit is a *plain* step, in which nothing is looked for or drafted. It lasts from its beginning to that of the next
 one, which is what a user waits for. Each other step enters what it saved or lost: one with drafts, with a look for
 some, or behind which a network of the worker drafts. Each step of any kind enters a small share of a plain one besides:
-that much may be lost, and half of it once the account was emptied again without having been full. While the account is
-empty, nothing is looked for. Steps of about as many requests have an account of their own, greedy ones and others: what
-pays for one request need not for many.
+that much may be lost, and half of it, at last a quarter, where the account was emptied again and again without having
+been full. While the account is empty, nothing is looked for. Steps of about as many requests have an account of their
+own, greedy ones and others: what pays for one request need not for many.
 
 A machine becomes slower and faster, and while every step has drafts nobody sees what plain ones take by now. So after
 other steps, as many plain ones are measured, up to 16. Those that follow *rest*: none of them is measured by itself,
@@ -18,9 +18,9 @@ from typing import NamedTuple
 from compiled_llm.scheduling.costs import moved
 from compiled_llm.scheduling.decode_costs import Key
 
-SHARE, LEAST_SHARE = 0.0075, 0.00375  # of all steps, that may be lost; where the last try paid nothing
+SHARE, LEAST_SHARE = 0.0075, 0.001875  # of all steps, that may be lost; at least, where the last tries paid nothing
 MOST = 8.0  # steps that an account has at most, and at the start
-_LEAST = -64.0  # it is never emptier than that, which the least shares of 17,100 steps make up for
+_LEAST = -32.0  # it is never emptier than that, which the least shares of 17,100 steps make up for
 MOST_RESTED = 64  # steps in a row
 _MOST_DUE = 16  # plain steps that are measured before others rest
 _LEAST_KNOWN = 3  # plain steps before anything is looked for
@@ -120,7 +120,7 @@ class _Steps:
         if self.left == MOST:
             self.was_full, self.share = True, SHARE
         elif before > 0.0 >= self.left:
-            self.share = SHARE if self.was_full else LEAST_SHARE
+            self.share = SHARE if self.was_full else max(LEAST_SHARE, self.share / 2)
             self.was_full = False
 
     def enter_plain(self, seconds: float) -> None:

@@ -417,7 +417,7 @@ _PLANTED = """
         plain steps do not refill the account
             _Steps.enter_plain: self.add(self.share) => ...
         a method that never pays loses as much after each try
-            _Steps.add: SHARE if self.was_full else LEAST_SHARE => SHARE
+            _Steps.add: SHARE if self.was_full else max(LEAST_SHARE, self.share / 2) => SHARE
         after other steps no plain ones are measured
             DraftAccount.rest: steps.num_due => False
         steps of all kinds have one account
