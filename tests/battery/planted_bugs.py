@@ -548,8 +548,6 @@ _PLANTED = """
     worker.head_coverage, HEADS
         a block that another token follows is taken as it is
             HeadCoverage.begin_step: ends[self._followers[blocks] != self._token_ids[row, ends]] => ends[:0]
-        a block that another token follows is taken as it is if nothing was drafted when it was found
-            HeadCoverage.expect: self._num_found[name] = start => self._num_found[name] = start * output.drafts_next
         followers stay behind when blocks are copied
             HeadCoverage._move_blocks: self._move(output, self._followers, self._followers_on_host) =>
         a row takes its own token for the one that follows
@@ -561,6 +559,9 @@ _PLANTED = """
     models.draft_heads.taps, HEADS
         inputs of layers that a head reads are written over each other
             KeptTaps._note: self._num_columns += x.shape[1] => self._num_columns = 0
+    worker.draft_coverage, HEADS
+        a block that another token follows is taken as it is if nothing was drafted when it was found
+            DraftCoverage.expect: self._begin(name, start) => self._begin(name, start * output.drafts_next)
     worker.draft_coverage, NETWORKS
         a prefix that the drafter lacks is taken for computed
             DraftCoverage.num_covered: first_lacking < needed => first_lacking < 0
@@ -574,7 +575,7 @@ _PLANTED = """
         what the drafter lacks of a copied block is not known
             DraftCoverage._move: move(output.copies, device, device) =>
         a block that another request had is taken for computed
-            DraftCoverage._enter_tables: self._empty(list(blocks[whole:])) =>
+            DraftCoverage._enter_tables: blocks[whole] if len(blocks) == whole + 1 else list(blocks[whole:]) => []
         a request that takes the blocks of another is taken to lack nothing
             DraftCoverage._enter_tables: self._complete.discard(name) =>
         tokens of the first request are entered for all
