@@ -114,6 +114,22 @@ def test_rows_go_to_their_slots_of_a_cache(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
+    "count", [31, 32, 300]
+)  # from 32 rows on they do not go through the caches, if lines are whole
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_whole_lines_and_parts_of_them_go_to_slots(count: int, dtype: torch.dtype) -> None:
+    line = 64 // dtype.itemsize
+    for size, column, width in [(2 * line, 0, 6 * line), (2 * line, 4 * line, 6 * line), (line, line + 1, 6 * line),
+                                (line + 1, line, 6 * line), (line, line, 6 * line + 1)]:  # fmt: skip
+        x, slots = numbers(count, size, dtype), (7 * torch.arange(count, dtype=torch.int32)) % 640
+        written = numbers(640, width, dtype).view(40, 16, width)
+        expected = written.clone()
+        rowwise.write_slots(written, slots, x, column)
+        reference.write_slots_reference(expected, slots, x, column)
+        assert torch.equal(written, expected), (size, column, width)
+
+
+@pytest.mark.parametrize(
     ("change", "error", "said"),
     [
         (lambda c, s, x: (c, s + 1, x, 0), IndexError, r"slots\[2\] is 12, and the cache has 12"),
