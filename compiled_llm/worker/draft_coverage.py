@@ -158,18 +158,18 @@ class DraftCoverage:
 
         There it has all tokens before them, too. Others of which it had all lack tokens from this step's first on.
         """
-        names = output.request_ids
-        self.lack_from_here(output, rows, ~is_covered, store)
-        covered = np.flatnonzero(is_covered)
-        if not len(covered):
-            return
-        self._complete.update(names[place] for place in covered.tolist())
-        starts, counts = np.array(output.num_computed_tokens)[covered], np.array(output.num_scheduled_tokens)[covered]
-        rows, firsts, lasts = rows[covered], starts // self._size, (starts + counts - 1) // self._size
-        for columns in (firsts, lasts):
-            self._first_lacking[store.block_table[rows, columns]] = self._size
-        for place in np.flatnonzero(lasts - firsts > 1).tolist():
-            blocks = store.block_table[rows[place], firsts[place] : lasts[place]]
+        names: Sequence[RequestId] = output.request_ids
+        starts, counts = np.array(output.num_computed_tokens), np.array(output.num_scheduled_tokens)
+        if not is_covered.all():
+            self.lack_from_here(output, rows, ~is_covered, store)
+            covered = np.flatnonzero(is_covered)
+            names = [names[place] for place in covered.tolist()]
+            rows, starts, counts = rows[covered], starts[covered], counts[covered]
+        self._complete.update(names)
+        firsts, lasts = starts // self._size, (starts + counts - 1) // self._size
+        self._first_lacking[store.block_table[rows, firsts]] = self._size
+        for place in np.flatnonzero(lasts > firsts).tolist():
+            blocks = store.block_table[rows[place], firsts[place] : lasts[place] + 1]
             self._first_lacking[blocks] = self._size
 
     def lack_from_here(self, output: SchedulerOutput, rows: np.ndarray, which: np.ndarray, store: RequestRows) -> None:
