@@ -144,8 +144,8 @@ def examples_of(value: Any, dynamic: Mapping[str, int] = MappingProxyType({})) -
 def _check_strides(examples: Sequence[Tensor]) -> None:
     """Assert that no example of a dynamic size is a stride that follows from no sizes, as a KV cache has one.
 
-    To the compiler such a stride is a number that comes with each call, as dynamic sizes are, and numbers that are
-    equal in the examples are one to it.
+    To the compiler such a stride is a number that comes with each call, as dynamic sizes are. It may take numbers that
+    are equal in the examples for one; torch 2.13 keeps these apart.
     """
     own = {
         stride
