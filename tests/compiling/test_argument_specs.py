@@ -213,7 +213,7 @@ def test_no_example_of_a_dynamic_size_is_a_stride_of_its_own(is_strided: bool) -
     mark_dynamic_size(tensor, 0, DynamicSize("blocks", 3))
     mark_dynamic_size(other, 0, DynamicSize("tokens", 15))
     if is_strided:
-        with pytest.raises(AssertionError, match="^15 is a stride, and the example of the dynamic size 'tokens'"):
+        with pytest.raises(AssertionError, match=r"^15 is a stride, and the example of the dynamic size 'tokens'"):
             examples_of((tensor, other))
         mark_dynamic_size(other, 0, DynamicSize("tokens", 16))
     assert specs_of(examples_of((tensor, other))) == specs_of((tensor, other))
