@@ -25,6 +25,7 @@ scales, each read once, TFLOP/s the two products over the visible keys. `of limi
 operations, whichever takes longer, would need at the machine's limits, over the time taken.
 
 The caches of several layers are used in turns, so that none is in the processor's cache; with --hot it is one layer.
+The op's are laid out as an engine's, for a model of so many layers: on a CPU a block of all layers is one piece.
 Before it is timed, the op must agree with SDPA on the keys and values of its cache, or the exit status is 1. An
 alternative must agree with the op, or it is left out and the reason is printed. On a GPU the kernels of all cases are
 compiled first, in parallel processes, for --compile-seconds; cases that --limit leaves no time for are left out.
@@ -65,11 +66,14 @@ from compiled_llm.bench.harness import (
     run_cases,
     zeros,
 )
+from compiled_llm.models.config_file import parse_config
+from compiled_llm.models.inputs import LayerCache
 from compiled_llm.models.layers.attention import AttentionSpec
 from compiled_llm.ops import paged_attention
 from compiled_llm.ops.attention import kv_quant
 from compiled_llm.ops.attention.arguments import Keys, Turn
 from compiled_llm.ops.attention.rotary_attention import rotary_attention
+from compiled_llm.step.kv_cache import allocate
 from compiled_llm.system import hardware
 
 WRITE_TOKENS = 8192  # a cache is filled in pieces of this many
@@ -207,8 +211,18 @@ class Step:
         return torch.cat([part[:, -group.query_len :].flatten() for part, group in parts])
 
 
+def caches_of(step: Step, dtype: torch.dtype, num_blocks: int, block_size: int) -> list[LayerCache]:
+    """Zeroed caches of the step's layers, as an engine lays out those of a model with so many layers."""
+    sizes = {"num_attention_heads": step.heads, "num_key_value_heads": step.kv_heads, "head_dim": step.head_dim}
+    sizes |= {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "max_position_embeddings": 64}
+    model = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-6}
+    config = parse_config(model | sizes | {"num_hidden_layers": step.num_layers})
+    caches = allocate(config, [dtype] * step.num_layers, num_blocks, block_size, torch.device(step.device))
+    return [cache for cache in caches if isinstance(cache, LayerCache)]
+
+
 def op(step: Step, dtype: torch.dtype, block_size: int, turned: bool = False) -> Attend:
-    """Ours, over caches of ``dtype`` that it has filled itself.
+    """Ours, over caches of ``dtype`` that it has filled itself. On a CPU a block's layers lie side by side in them.
 
     Args:
         turned: it turns queries and keys first, as in a step; by an angle of 0, so that the result is the same.
@@ -217,12 +231,8 @@ def op(step: Step, dtype: torch.dtype, block_size: int, turned: bool = False) ->
     scale = step.head_dim**-0.5
     slot_mapping, max_query_len = step.new_slots(slots), max(group.query_len for group in step.groups)
     nothing = step.ints([0, 0]), step.ints([0])
-    shape = (num_blocks, step.kv_heads, block_size, step.head_dim)
-    caches: list[list[Tensor | None]] = []
-    for layer in step.layers:
-        cache: list[Tensor | None] = [zeros(shape, dtype, step.device) for _ in range(2)]
-        quantised = kv_quant.is_quantised(dtype)
-        cache += [zeros(shape[:3], torch.float32, step.device) if quantised else None for _ in range(2)]
+    caches = caches_of(step, dtype, num_blocks, block_size)
+    for cache, layer in zip(caches, step.layers, strict=True):
         for (keys, values), group_slots in zip(layer, slots, strict=True):
             for key, value, row in zip(keys.transpose(1, 2), values.transpose(1, 2), group_slots, strict=True):
                 for start in range(0, len(row), WRITE_TOKENS):
@@ -230,8 +240,7 @@ def op(step: Step, dtype: torch.dtype, block_size: int, turned: bool = False) ->
                     q = step.q.new_zeros(len(piece), step.heads, step.head_dim)
                     # As padding: the op writes it, and no query attends to it.
                     lengths = piece, table[:1, :1], *nothing
-                    paged_attention(q, k, v, *cache, *lengths, sm_scale=scale, max_query_len=1)  # type: ignore
-        caches.append(cache)
+                    paged_attention(q, k, v, *cache, *lengths, sm_scale=scale, max_query_len=1)
     inputs = slot_mapping, table, step.query_start_loc, step.seq_lens
 
     half, options = step.head_dim // 2, {"sm_scale": scale, "max_query_len": max_query_len}
@@ -392,6 +401,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError("--seconds must be finite, given inf")
     if args.heads % args.kv_heads:
         raise ValueError(f"--heads must be a multiple of --kv-heads, given {args.heads} and {args.kv_heads}")
+    if args.head_dim % 2:
+        raise ValueError(f"--head-dim must be even, as of every model with rotary embeddings, given {args.head_dim}")
     for kind in ("decode", "prefill"):
         if getattr(args, kind) is None:
             setattr(args, kind, [parse_case(kind, text) for text in CASES[kind, args.device]])

@@ -136,7 +136,28 @@ def examples_of(value: Any, dynamic: Mapping[str, int] = MappingProxyType({})) -
             made[id(value)] = spec_of(value).make(dynamic)
         return made[id(value)]
 
-    return example(value)
+    examples = example(value)
+    _check_strides(list(made.values()))
+    return examples
+
+
+def _check_strides(examples: Sequence[Tensor]) -> None:
+    """Assert that no example of a dynamic size is a stride that follows from no sizes, as a KV cache has one.
+
+    To the compiler such a stride is a number that comes with each call, as dynamic sizes are. It may take numbers that
+    are equal in the examples for one; torch 2.13 keeps these apart.
+    """
+    own = {
+        stride
+        for tensor in examples
+        if dynamic_sizes(tensor)
+        for dimension, stride in enumerate(tensor.stride())
+        if stride != math.prod(tensor.shape[dimension + 1 :])
+    }
+    for tensor in examples:
+        for dimension, size in dynamic_sizes(tensor).items():
+            given = tensor.shape[dimension]
+            assert given not in own, f"{given} is a stride, and the example of the dynamic size {size.name!r}"
 
 
 _MOST_SEEN = 64  # arguments of other sizes

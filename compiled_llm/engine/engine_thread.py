@@ -18,12 +18,11 @@ from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.engine.failures import WorkerFailedError
 from compiled_llm.engine.output_reader import OutputReader, hand_out
 from compiled_llm.engine.own_process import OwnProcess
+from compiled_llm.engine.turns import commands_of_turn
 from compiled_llm.ops.user_warnings import at_callers_line
 
 # What the end of the interpreter waits for the step, or the start, that the engine is in the middle of.
 _EXIT_SECONDS = 10.0
-# Between two looks for code that was compiled meanwhile, while nothing is to do.
-_LOOK_SECONDS = 1.0
 # Errors that end the thread, and with it the engine. All others belong to one request or step.
 _INTERRUPTS = (KeyboardInterrupt, SystemExit)
 # Threads that prepare requests: one where requests keep their order, several where one may take long.
@@ -221,18 +220,9 @@ class EngineThread:
     def _serve(self, engine: CompiledEngine) -> None:
         """Run commands and steps in turns; wait for a command while there is no step to run. Ends with a stop."""
         while True:
-            steps = engine.has_unfinished_requests()
-            if self._readers and not steps:
+            if self._readers and not engine.has_unfinished_requests():
                 raise RuntimeError(f"the engine lost {sorted(self._readers)}: no output says how they ended")
-            goes_on = steps or engine.move_blocks() or engine.ask_for_memory()
-            # Code that is compiled beside takes over though no command comes.
-            most_seconds = _LOOK_SECONDS if engine.is_changing else None
-            # Commands that come meanwhile wait for the next turn, so that they cannot keep steps from running.
-            for _ in range(max(self._commands.qsize(), 0 if goes_on else 1)):
-                try:
-                    command = self._commands.get(timeout=most_seconds)
-                except Empty:
-                    break
+            for command in commands_of_turn(engine, self._commands):
                 if not self._run_command(engine, command):
                     return
             if engine.has_unfinished_requests():

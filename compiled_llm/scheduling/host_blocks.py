@@ -2,10 +2,11 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from compiled_llm.scheduling.costs import moved
+from compiled_llm.scheduling.request import BlockSource, Request
 
 _BYTES_A_SECOND = 200e6  # of reading files, until some were read: a slow disk's
 
@@ -35,6 +36,19 @@ class TierCounts:
     tier_idle_seconds: float = 0.0
     tier_wait_seconds: float = 0.0
 
+    def add_read(self, num_bytes: int, *, is_there: bool, is_peers: bool) -> None:
+        """A block was read from the disk or taken from another engine; or it is not ``is_there``."""
+        self.num_disk_failures += not (is_there or is_peers)
+        self.num_takes_failed += is_peers and not is_there
+        self.disk_read_bytes += num_bytes * (is_there and not is_peers)
+        self.peer_taken_bytes += num_bytes * (is_there and is_peers)
+
+    def add_written(self, num_bytes: int, *, is_written: bool, to_disk: bool) -> None:
+        """A block was written to the disk, or to where other engines take it from."""
+        self.num_disk_failures += to_disk and not is_written
+        self.disk_written_bytes += num_bytes * (is_written and to_disk)
+        self.peer_given_bytes += num_bytes * (is_written and not to_disk)
+
 
 @dataclasses.dataclass(eq=False, slots=True)
 class HostBlock:
@@ -47,6 +61,7 @@ class HostBlock:
         pins: copies and files in flight that use the row, and requests that wait for it.
         is_there: whether its keys are in the row, or will be before anything that a step does with them.
         source: where they were read from, until they are first used: "disk", "peer" (another engine) or "" (neither).
+        asked: for its keys, of other engines.
     """
 
     digest: bytes
@@ -55,10 +70,16 @@ class HostBlock:
     pins: int = 0
     is_there: bool = True
     source: str = ""
+    asked: list[BlockSource] = dataclasses.field(default_factory=list)
 
     @property
     def is_state(self) -> bool:
         return self.row < 0
+
+    def source_not_asked(self, waits: "Mapping[Request, Wait]") -> BlockSource | None:
+        """An engine that has it for a request which waits for it, and that was not asked yet."""
+        sources = (request.source for request, wait in waits.items() if request.source and self in wait.blocks)
+        return next((source for source in sources if source not in self.asked), None)
 
 
 class Found(NamedTuple):

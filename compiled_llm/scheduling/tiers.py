@@ -69,7 +69,7 @@ class KVTiers:
         self.costs = MoveCosts(block_size, block_bytes, state_bytes, costs.swap_seconds)
         self.on_disk = set(on_disk or ())
         self.to_give: Counter[bytes] | None = None
-        self.on_taken: Callable[[BlockSource], None] = _nothing
+        self.on_taken: Callable[[BlockSource], object] = lambda source: None
         self.counts = TierCounts()
         self._empty = {False: list(reversed(rows)), True: [-slot for slot in reversed(slots)]}  # of blocks, of states
         self._rows = frozenset(itertools.chain(*self._empty.values()))
@@ -367,18 +367,25 @@ class KVTiers:
         return True
 
     def _read(self, digest: bytes, source: BlockSource | None, *, is_state: bool) -> HostBlock | None:
-        """Begin to read the file of a block, or to fetch it from ``source``. None: there is no row for it.
-
-        Nor is there one while what ``forget_host`` forgot is still being read: results are told apart by the digest.
-        """
-        row = None if digest in self._reading else self._take_row(is_state=is_state)
+        """Begin to read the file of a block, or to fetch it from ``source``. None: there is no row for it."""
+        held = self._reading.get(digest)
+        if held is not None:  # for a request before ``forget_host``: what comes is right for this one, too
+            self._dropped.remove(held)
+            self._blocks[digest] = held
+            return held
+        row = self._take_row(is_state=is_state)
         if row is None:
             return None
-        kind = "peer" if source is not None and digest not in self.on_disk else "disk"
-        held = self._blocks[digest] = HostBlock(digest, row, pins=1, is_there=False, source=kind)
-        self._reading[digest] = held
-        self._to_read.append((digest, row, source if kind == "peer" else None))
+        held = self._blocks[digest] = HostBlock(digest, row, pins=1, is_there=False)
+        self._ask(held, None if digest in self.on_disk else source)
         return held
+
+    def _ask(self, held: HostBlock, source: BlockSource | None) -> None:
+        """The next step asks the disk or ``source`` for the keys of ``held``."""
+        held.source = "disk" if source is None else "peer"
+        held.asked += [] if source is None else [source]
+        self._reading[held.digest] = held
+        self._to_read.append((held.digest, held.row, source))
 
     # -- Requests that wait
 
@@ -508,11 +515,8 @@ class KVTiers:
         for digest, is_written in result.written:
             held = self._writing.pop(digest)
             self._unpin(held)
-            if self.to_give is None:
-                self.counts.disk_written_bytes += is_written * self.costs.num_bytes(held)
-                self.counts.num_disk_failures += not is_written
-            else:
-                self.counts.peer_given_bytes += is_written * self.costs.num_bytes(held)
+            of_write = {"is_written": is_written, "to_disk": self.to_give is None}
+            self.counts.add_written(self.costs.num_bytes(held), **of_write)
             if is_written:
                 self.on_disk.add(digest)
         self.on_disk |= set(result.found)
@@ -523,16 +527,16 @@ class KVTiers:
     def _end_read(self, digest: bytes, windows: tuple[int, ...] | None, seconds: float) -> None:
         held, self._last_read = self._reading.pop(digest), time.monotonic()
         self.costs.record_read(seconds / self.costs.of(held.is_state))
-        is_peers = held.source == "peer"
+        of_read = {"is_there": windows is not None, "is_peers": held.source == "peer"}
+        self.counts.add_read(self.costs.num_bytes(held), **of_read)
         if windows is None:
-            self.counts.num_disk_failures += not is_peers
-            self.counts.num_takes_failed += is_peers
             self.on_disk.discard(digest)
+            if other := held.source_not_asked(self._waits):
+                self._ask(held, other)
+                return
             if held not in self._dropped:
                 self._forget(held)
         else:
-            self.counts.disk_read_bytes += (not is_peers) * self.costs.num_bytes(held)
-            self.counts.peer_taken_bytes += is_peers * self.costs.num_bytes(held)
             held.is_there, held.windows = True, frozenset(windows)
         self._unpin(held)
 
@@ -591,7 +595,3 @@ class KVTiers:
         assert all(self._blocks[digest].digest == digest for digest in self._blocks)
         assert all(one.pins for one in self._dropped), "a row is lost"
         assert all(one.is_there or one.digest in self._reading for one in self._blocks.values())
-
-
-def _nothing(source: BlockSource) -> None:
-    """Nobody is to be told."""

@@ -122,6 +122,10 @@ class StepResult:
     files: FileResult | None = None
 
 
+# Between two looks for code that was compiled meanwhile, while nothing is to do and ``Worker.is_changing``.
+LOOK_SECONDS = 1.0
+
+
 class WorkerFailedError(RuntimeError):
     """The worker can run no step any more, whatever the requests: ``launch`` or ``collect`` raises it each time."""
 

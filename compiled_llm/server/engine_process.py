@@ -31,6 +31,7 @@ from compiled_llm.engine.admission import PreparedRequest
 from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.engine.failures import WorkerFailedError
 from compiled_llm.engine.hand_over import token_key
+from compiled_llm.engine.turns import commands_of_turn
 from compiled_llm.server.messages import (
     VERSION,
     Abort,
@@ -158,10 +159,7 @@ class EngineServer:
         """Until the server goes."""
         try:
             while True:
-                steps = self._engine.has_unfinished_requests() or self._engine.move_blocks()
-                # Commands that come meanwhile wait for the next turn, so that they cannot keep steps from running.
-                for _ in range(max(self._commands.qsize(), 0 if steps else 1)):
-                    command = self._commands.get()
+                for command in commands_of_turn(self._engine, self._commands):
                     if command is None:
                         return
                     self._take(command)

@@ -31,6 +31,14 @@ def logprob_rows(logits: Tensor, token_ids: Tensor, count: int) -> LogprobRows:
     return LogprobRows((own - peak - total).squeeze(-1), rank, values - peak - total, ids)
 
 
+def bytes_of_row(vocab_size: int, count: int) -> int:
+    """Most bytes of memory that ``logprob_rows`` takes for a row, its logits among them, compiled or not."""
+    searched = (count + 1) * _CHUNK if sorts_chunks(vocab_size, count) else 0
+    # Logits in 16 bits and in float32, and the result. Then the columns that are sorted, twice, and their values; or,
+    # for the rank, which tokens are more likely, as bools and as int64.
+    return 6 * vocab_size + 12 * min(count, vocab_size) + max(24 * searched, 9 * vocab_size)
+
+
 def sorts_chunks(size: int, count: int) -> bool:
     """Whether the ``count`` largest of ``size`` are looked for in chunks, which other code does than in all of them."""
     return size // _CHUNK > count

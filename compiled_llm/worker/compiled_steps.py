@@ -214,10 +214,15 @@ class CompiledSteps:
 
     @property
     def bytes_behind_largest(self) -> int:
-        """What sampling takes behind the largest step, where ``run_largest`` leaves it out: its logits in float32."""
+        """Most that is taken behind the largest step by what ``run_largest`` leaves out there.
+
+        That is sampling, with its logits in float32, and then the log-probabilities of prompts.
+        """
+        if not is_last(self.model_config):
+            return 0
         largest = self.buckets[-1]
-        samples = is_last(self.model_config) and largest.kind != "decode"
-        return largest.num_rows * self.model_config.vocab_size * 4 if samples else 0
+        sampled = largest.num_rows * self.model_config.vocab_size * 4 if largest.kind != "decode" else 0
+        return max(sampled, self.sampling.bytes_of_prompts)
 
     def cache_groups(self) -> list[Caches]:
         """The KV cache's tensors of layers without a window, of those with each window, and of those with a state.

@@ -20,6 +20,7 @@ from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import experts, linear_layers, linears, tensors
 from compiled_llm.system.resources import free_memory, total_memory
 from compiled_llm.worker.pool_sizes import PoolSizes
+from compiled_llm.worker.sampling_stage import most_prompt_rows
 
 # Blocks of the pool to compile on, the sink among them. Not fewer: a size of 1 would be compiled in as a constant.
 TRIAL_BLOCKS = 3
@@ -420,13 +421,13 @@ def estimated_activations(
 ) -> int:
     """Bytes that the largest step holds besides weights and cache, about.
 
-    Logits, and what goes into and comes out of the linear layers of the widest decoder layer.
+    Logits, of what is sampled or of prompts, and what goes into and comes out of the linear layers of the widest layer.
     """
     weights = family_of(model_config).describe(model_config, dtype, linears).weights
     per_token = max(sum(map(_width, linear_layers(layer))) for layer in weights.layers)
-    rows = limits.most_decode_tokens
-    logits = rows * model_config.vocab_size * 16
-    return limits.token_bucket_sizes[-1] * per_token * dtype.itemsize + logits * len(limits.decode_bucket_sizes)
+    rows = limits.most_decode_tokens * len(limits.decode_bucket_sizes)
+    rows = max(rows, most_prompt_rows(limits, model_config.vocab_size))
+    return limits.token_bucket_sizes[-1] * per_token * dtype.itemsize + rows * model_config.vocab_size * 16
 
 
 def _width(linear: Linear | GroupedLinear) -> int:

@@ -27,7 +27,7 @@ from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput, StartedRequest
 from compiled_llm.step.logits import DraftRows, LogitsInput, TreeRows
 from compiled_llm.step.logits_transforms import LogitsTransform
-from compiled_llm.step.logprobs import LogprobRows, sorts_chunks
+from compiled_llm.step.logprobs import LogprobRows, bytes_of_row, sorts_chunks
 from compiled_llm.step.mask_words import num_mask_words
 from compiled_llm.step.parameters import logits_parameters
 from compiled_llm.step.sampling import SamplingInput
@@ -51,6 +51,7 @@ Make = Callable[..., CompiledFunction]
 _KINDS = (("sample", None), ("sample_changed", None), ("logprobs", None))
 _PATHS_OF_TREES = (*_KINDS, ("logprobs", "sample"), ("logprobs", "sample_changed"))
 _MOST_PROMPT_ROWS = 64  # tokens of prompts at a time
+_MOST_PROMPT_LOGITS = 1 << 22  # of these on a CPU: 16 MiB in float32, and more to compute with
 
 
 class SamplingNeeds(NamedTuple):
@@ -154,7 +155,8 @@ class SamplingStage:
         for buffers in self._logits_buffers.values():
             buffers.fill([], SchedulerOutput(), empty)
         self._prompt_dtypes = torch.int64, torch.int64, *([torch.int32] if limits.max_loras else [])
-        self._prompt_input = self._rows_of_prompts(min(_MOST_PROMPT_ROWS, limits.token_bucket_sizes[-1]))
+        self._max_logprobs = max_logprobs
+        self._prompt_input = self._rows_of_prompts(most_prompt_rows(limits, vocab_size, device.type))
 
     @property
     def unwritten_bytes(self) -> int:
@@ -167,6 +169,11 @@ class SamplingStage:
         inputs = sum(buffers.buffers.nbytes for buffers in self._logits_buffers.values())
         gathered = max((tensor.nbytes for tensor in self._gathered.values()), default=0)
         return self._token_counts.nbytes + inputs + gathered + sum(tensor.nbytes for tensor in self._prompt_input)
+
+    @property
+    def bytes_of_prompts(self) -> int:
+        """Most bytes that the log-probabilities of prompts take while they are computed."""
+        return len(self._prompt_input[0]) * bytes_of_row(self._vocab_size, self._max_logprobs)
 
     # -- Compiling
 
@@ -377,6 +384,12 @@ class SamplingStage:
     def _on_host(self, rows: int, like: Tensor) -> Tensor:
         """``[rows, ...]`` in host memory that a GPU's copies reach while the host goes on."""
         return torch.empty((rows, *like.shape[1:]), dtype=like.dtype, pin_memory=self._device.type == "cuda")
+
+
+def most_prompt_rows(limits: EngineLimits, vocab_size: int, device_type: str = "cpu") -> int:
+    """Of how many tokens of prompts the log-probabilities are computed at a time."""
+    rows = min(_MOST_PROMPT_ROWS, limits.token_bucket_sizes[-1])
+    return rows if device_type == "cuda" else min(rows, max(1, _MOST_PROMPT_LOGITS // vocab_size))
 
 
 def _sampler() -> Callable:

@@ -22,7 +22,7 @@ from compiled_llm.checkpoint.draft_model import DraftCheckpoint
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
-from compiled_llm.scheduling.worker import StepResult, Worker, WorkerFacts, WorkerFailedError
+from compiled_llm.scheduling.worker import LOOK_SECONDS, StepResult, Worker, WorkerFacts, WorkerFailedError
 from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker.block_copies import Layout
@@ -35,7 +35,6 @@ from compiled_llm.worker.stage_link import Stage, StageStart
 from compiled_llm.worker.times import RunnerTimes, StartTimes
 
 _SECONDS_TO_END = 30.0
-_LOOK_SECONDS = 1.0  # between two looks for code that was compiled meanwhile, while no message comes
 
 
 class Failure(NamedTuple):
@@ -381,7 +380,7 @@ def _serve(
 
 def _next_message(connection: Connection, runner: ModelRunner) -> Any:
     """As ``receive``. Code that is compiled beside takes over though no message comes."""
-    while runner.is_changing and not connection.poll(_LOOK_SECONDS):
+    while runner.is_changing and not connection.poll(LOOK_SECONDS):
         runner.settle()
     return receive(connection)
 

@@ -120,6 +120,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--decode --prefill", "nothing to measure"),
         ("--kv-dtype int4", "int4"),
         ("--kv-heads 3", "multiple of --kv-heads"),
+        ("--head-dim 127", "--head-dim must be even"),
         ("--seconds nan", "--seconds"),
     ],
     "products": [

@@ -205,6 +205,20 @@ def test_examples_are_other_tensors_of_the_same_specs() -> None:
     assert examples[1][0].shape == (3, 4)
 
 
+@pytest.mark.parametrize("is_strided", [True, False])
+def test_no_example_of_a_dynamic_size_is_a_stride_of_its_own(is_strided: bool) -> None:
+    """As that of the blocks of a KV cache. Strides that follow from sizes may be any."""
+    wide, other = torch.zeros(3, 15), torch.zeros(15, 4)
+    tensor = wide[:, :4] if is_strided else wide
+    mark_dynamic_size(tensor, 0, DynamicSize("blocks", 3))
+    mark_dynamic_size(other, 0, DynamicSize("tokens", 15))
+    if is_strided:
+        with pytest.raises(AssertionError, match=r"^15 is a stride, and the example of the dynamic size 'tokens'"):
+            examples_of((tensor, other))
+        mark_dynamic_size(other, 0, DynamicSize("tokens", 16))
+    assert specs_of(examples_of((tensor, other))) == specs_of((tensor, other))
+
+
 def test_arguments_of_several_sizes_are_remembered_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the buckets of an engine take turns."""
     several = [arguments(caches=(dynamic(size), dynamic(size))) for size in (1, 3, 8)]

@@ -196,8 +196,8 @@ def test_blocks_are_taken_while_the_prompt_is_computed(
         decode.reset_prefix_cache()
         decode.add_request("c", prompt, GREEDY, kv_transfer_params=given, output_token_ids=tokens)
         assert finished(decode)["c"].outputs[0].token_ids == found[0][0].token_ids
-        # Blocks that "b" wanted, and that are still to be missed when "c" asks for the same ones, are computed.
-        assert 200 <= decode.stats().peer_hit_tokens <= 200 + 204
+        # Takes for "b" may be still under way, and fail; then they are tried again for "c".
+        assert decode.stats().peer_hit_tokens == 200 + 204
 
 
 LLAMA: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 40, "enable_lora": True, "max_lora_rank": 8}

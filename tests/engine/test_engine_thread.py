@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from compiled_llm.engine import engine_thread
+from compiled_llm.engine import turns
 from compiled_llm.engine.engine_thread import EngineThread
 
 
@@ -34,7 +34,7 @@ class IdleEngine:
 
 def test_an_idle_engine_looks_for_compiled_code_until_it_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though no command comes. Afterwards it waits for one: an idle server takes no processor time."""
-    monkeypatch.setattr(engine_thread, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(turns, "LOOK_SECONDS", 0.001)
     engine = IdleEngine()
     thread = EngineThread(lambda: engine)  # type: ignore[arg-type, return-value]
     assert engine.has_changed.wait(30)

@@ -40,7 +40,7 @@ def test_the_longest_request_is_what_the_memory_allows(monkeypatch: pytest.Monke
         room(2**20)
     with pytest.raises(ValueError, match="are free for the KV pool, and a request of max_model_len=128"):
         room(8_800_000)
-    free = 11_000_000
+    free = 15_200_000
     longest = int(room(free).split("up to ")[1].split(",")[0])
     assert 0 < longest < 1024
     room(free, longest)

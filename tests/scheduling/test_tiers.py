@@ -31,7 +31,7 @@ def ended(tiers: KVTiers, result: FileResult) -> None:
 
 @pytest.mark.parametrize("windows", [None, ()])
 def test_a_block_that_is_read_while_all_is_forgotten(windows: tuple[int, ...] | None) -> None:
-    """Its request was aborted. Another one wants the block before it has come: that is not taken for the other's."""
+    """Its request was aborted. Another one wants the block before it has come: it waits for what is on its way."""
     tiers = KVTiers(BlockPool(4, states=StatePool(0)), range(1, 5), 16, StepCosts({}, 0.0), ())
     first, second = _Request(), _Request()
     assert tiers.find(first, [DIGEST]) is None  # type: ignore[arg-type]
@@ -39,12 +39,43 @@ def test_a_block_that_is_read_while_all_is_forgotten(windows: tuple[int, ...] | 
     ended(tiers, FileResult())
     tiers.forget(first)  # type: ignore[arg-type]
     tiers.forget_host()
-    assert tiers.find(second, [DIGEST]) == []  # type: ignore[arg-type]
+    tiers.check_invariants()
+    assert tiers.find(second, [DIGEST]) is None  # type: ignore[arg-type]
+    tiers.check_invariants()
     assert not sent(tiers).reads
     ended(tiers, FileResult(read=((DIGEST, windows, 0.1),)))
+    assert tiers.take_ready() == [second]
+    found = tiers.find(second, [DIGEST])  # type: ignore[arg-type]
+    assert found is not None
+    assert [held.digest for held in found] == [DIGEST] * (windows is not None)
+    tiers.forget(second)  # type: ignore[arg-type]
+    tiers.check_invariants()
+    assert tiers.num_used == (windows is not None)
+
+
+@pytest.mark.parametrize("has_left", [True, False])
+def test_a_take_that_fails_is_asked_of_the_engine_of_another_request(has_left: bool) -> None:
+    """Each engine is asked once, whether the request whose engine does not have the block still waits or not."""
+    tiers = KVTiers(BlockPool(4, states=StatePool(0)), range(1, 5), 16, StepCosts({}, 0.0), ())
+    first, second, third = _Request(), _Request(), _Request()
+    second.source, third.source = BlockSource("unix:a", bytes([1] * 32)), None
+    wanted = second.source
+    requests = (first, second, third)
+    for request in requests:
+        assert tiers.find(request, [DIGEST]) is None  # type: ignore[arg-type]
+    assert sent(tiers).reads == ((DIGEST, 1, SOURCE),)
+    if has_left:
+        tiers.forget(first)  # type: ignore[arg-type]
+    ended(tiers, FileResult(read=((DIGEST, None, 0.1),)))
+    assert tiers.take_ready() == []
+    assert sent(tiers).reads == ((DIGEST, 1, wanted),)
+    ended(tiers, FileResult(read=((DIGEST, None, 0.1),)))
+    assert tiers.take_ready() == [*requests[has_left:]]
+    assert sent(tiers).reads == ()
+    assert tiers.counts.num_takes_failed == 2
+    for request in requests:
+        tiers.forget(request)  # type: ignore[arg-type]
     assert tiers.num_used == 0
-    assert tiers.find(second, [DIGEST]) is None  # type: ignore[arg-type]
-    assert len(sent(tiers).reads) == 1
 
 
 def test_a_block_that_is_written_while_all_is_forgotten() -> None:

@@ -55,7 +55,9 @@ def test_a_stream_that_waits_has_comments_and_none_after_its_end() -> None:
         await asyncio.sleep(0.2)
 
     asyncio.run(asyncio.wait_for(run(), 30))
-    assert sent == [b"head", b"data: 1\n\n", *[b": keep-alive\n\n"] * 3, b"data: 2\n\n"]
+    num_comments = sent.count(b": keep-alive\n\n")  # one more where the machine does much else
+    assert num_comments >= 3
+    assert sent == [b"head", b"data: 1\n\n", *[b": keep-alive\n\n"] * num_comments, b"data: 2\n\n"]
 
 
 async def _stays() -> Any:

@@ -115,15 +115,15 @@ def test_a_block_under_a_lease_stays_and_others_go(giver: BlockGiver) -> None:
 def test_leases_are_renewed_while_a_request_waits_and_end_with_it(
     giver: BlockGiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(giver_module, "LEASE_SECONDS", 0.3)
+    monkeypatch.setattr(giver_module, "LEASE_SECONDS", 1.0)
     monkeypatch.setattr(exchange_module, "_RENEW_SECONDS", 0.02)
     taker = BlockExchange(KEY, FACTS, SECRET, None)
     source = BlockSource(giver.address, LEASE)
     taker.end(source)  # one that never began is nobody's
-    giver.hold(LEASE, DIGESTS[:1], 0.3)
+    giver.hold(LEASE, DIGESTS[:1], 1.0)
     taker.meet(giver.address)
     taker.begin(source)
-    time.sleep(0.6)
+    time.sleep(1.2)
     assert giver.num_leases == 1
     taker.end(source)
     taker.end(source)
@@ -263,12 +263,12 @@ def test_an_engine_that_is_gone_or_silent_is_left_alone(
     assert take(taker, giver) is None
     assert take(taker, f"unix:{tmp_path}/nobody") is None
     monkeypatch.setattr(exchange_module, "_CONNECT_SECONDS", 0.05)
+    monkeypatch.setattr(exchange_module, "_BROKEN_SECONDS", 600.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         assert take(taker, address) is None
-        began = time.monotonic()
+        monkeypatch.setattr(exchange_module, "_Peer", lambda *_: pytest.fail("it was asked again"))
         assert [take(taker, address) for _ in range(50)] == [None] * 50
-        assert time.monotonic() - began < 1, "it was not asked again"
     until(lambda: not giver._peers)
 
 
@@ -398,13 +398,13 @@ def test_a_peer_that_says_little_at_a_time_is_not_waited_for(gives: bool) -> Non
         with contextlib.suppress(OSError):
             for byte in MAGIC + bytes(56):
                 theirs.send(bytes([byte]))
-                time.sleep(0.05)
+                time.sleep(0.2)
 
     thread, began = threading.Thread(target=drip), time.monotonic()
     thread.start()
     with pytest.raises((PeerError, OSError)):
         PeerSession(own, SECRET, gives=gives)
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 6, "all of it takes 12 s"
     for one in (own, theirs):
         one.close()
     thread.join()

@@ -12,14 +12,18 @@ from compiled_llm.api.config import EngineLimits, StepDefaults
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.models.weights import tensors
 from compiled_llm.step.kv_cache import bytes_per_token
+from compiled_llm.step.logprobs import bytes_of_row, logprob_rows
+from compiled_llm.system.resources import release_freed_memory
 from compiled_llm.worker import memory
 from compiled_llm.worker.memory import StartMemory
 from compiled_llm.worker.pool_sizes import PoolSizes
+from compiled_llm.worker.sampling_stage import most_prompt_rows
 from tests.families import COMPILED_SIZES
 
 MIB = 2**20
 BLOCK = 64 << 10
 SMALL = {"bucket_sizes": (1,), "max_num_batched_tokens": 64, "device": "cpu"}
+LIMITS = EngineLimits.resolve(EngineConfig(), 4096, StepDefaults(512, 512, (1,), (1,)))
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
@@ -125,7 +129,8 @@ def test_memory_that_compiling_and_running_take_counts_too(free, monkeypatch: py
     with CompiledEngine(**arguments) as engine:
         counts = engine.own_runner.steps.sampling.unwritten_bytes
         beside = engine.own_runner.steps.bytes_behind_largest
-        assert beside == 4 * engine.own_runner.steps.buckets[-1].num_rows * engine.model_config.vocab_size
+        # Tokens of prompts have the most logits here, since one request runs.
+        assert beside == 64 * bytes_of_row(engine.model_config.vocab_size, 20)
     assert counts > 0
     free(40 * MIB + counts + beside)  # no pool gets what counts of tokens will take once a request has penalties
     monkeypatch.setattr(memory, "growth_while", lambda run: 30 * MIB)
@@ -163,6 +168,23 @@ def test_activations_are_measured_as_growth_of_the_peak() -> None:
     if measured is None:
         pytest.skip("this system cannot tell")
     assert 95 * MIB <= measured <= 112 * MIB
+
+
+@pytest.mark.parametrize(("vocab_size", "count"), [(262_144, 20), (262_144, 1000), (4096, 1000)])
+def test_log_probabilities_take_no_more_than_is_counted(vocab_size: int, count: int) -> None:
+    rows = most_prompt_rows(LIMITS, vocab_size)
+    assert rows * vocab_size <= 1 << 22, "16 MiB in float32"
+    rows *= 1 if vocab_size > 4096 else 16  # enough to be measured
+    ids = torch.zeros(rows, dtype=torch.int64)
+    logprob_rows(torch.zeros(2, vocab_size), ids[:2], count)
+    release_freed_memory()
+    measured = memory.growth_while(
+        lambda: logprob_rows(torch.ones(rows, vocab_size, dtype=torch.bfloat16), ids, count)  # not compiled
+    )
+    if measured is None:
+        pytest.skip("this system cannot tell")
+    counted = rows * bytes_of_row(vocab_size, count)
+    assert counted / 2 < measured < counted + 12 * MIB
 
 
 @pytest.mark.parametrize("arguments", [{"num_kv_blocks": 200}, {"kv_cache_memory_bytes": 200 * BLOCK}])

@@ -80,6 +80,17 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
+def wait_until_still(number: Callable[[], int]) -> None:
+    """Until it stays the same for a while."""
+
+    def is_still() -> bool:
+        before = number()
+        time.sleep(0.05)
+        return number() == before
+
+    wait_for(is_still)
+
+
 def resident(weights: KeptWeights, piece: read_ahead.Piece) -> bool:
     return read_ahead._resident(weights.address + piece.offset, 4096) > 0
 
@@ -207,10 +218,7 @@ def test_readers_without_room_wait(weights: KeptWeights, monkeypatch: pytest.Mon
     try:
         with reader.step():
             wait_for(lambda: reader._next > 0)
-            time.sleep(0.05)
-            before = num_asked[0]
-            time.sleep(0.05)
-            assert num_asked[0] == before
+            wait_until_still(lambda: num_asked[0])
     finally:
         reader.close()
 
@@ -221,10 +229,8 @@ def test_without_a_step_it_waits(weights: KeptWeights) -> None:
         with reader.step():
             pass
         wait_for(lambda: reader._next > 0)
-        time.sleep(0.05)
-        seen = reader._next
-        time.sleep(0.05)
-        assert reader._next == seen < len(reader.plan.pieces)
+        wait_until_still(lambda: reader._next)
+        assert reader._next < len(reader.plan.pieces)
     finally:
         reader.close()
 

@@ -140,7 +140,7 @@ def test_requests_of_a_dead_process_end_with_its_exit_code_and_the_end_is_final(
 @pytest.mark.parametrize("turns", [0, 3])
 def test_code_that_is_there_takes_over_while_no_message_comes(monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
     """A message ends the wait at once; once nothing is left to change, only a message does."""
-    monkeypatch.setattr(worker_process, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(worker_process, "LOOK_SECONDS", 0.001)
     here, there = multiprocessing.Pipe()
     looked: list[int] = []
 

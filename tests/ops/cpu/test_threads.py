@@ -98,10 +98,10 @@ def test_all_libraries_of_a_process_share_one_team(loops: Loops, built: Path, tm
 
 def test_helpers_sleep_when_there_is_nothing_to_do(loops: Loops) -> None:
     loops.count(3, 0, 100, 1, 100)
-    time.sleep(0.05)
+    time.sleep(0.1)
     before = time.process_time()
     time.sleep(0.5)
-    assert time.process_time() - before < 0.05
+    assert time.process_time() - before < 0.25, "two that spin take a second, or what of it the machine has left"
     assert loops.count(3, 0, 100, 1, 100)[0] == [1] * 100, "and are woken"
 
 
