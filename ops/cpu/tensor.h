@@ -3,7 +3,10 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdlib>
 #include <initializer_list>
+#include <memory>
+#include <new>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -156,6 +159,10 @@ struct Spare {
 };
 inline thread_local Spare* spare = nullptr;  // of the program that calls an op of this library now
 
+// Larger tensors lie in memory as malloc gives it. torch asks for aligned memory, of which glibc cuts off the ends and keeps
+// them: so what a tensor leaves is too small for the next one of its size, and steps take twice the memory they need.
+constexpr int64_t LARGE = 1 << 16, ALIGNMENT = 64;
+
 // A contiguous tensor on the CPU, not initialised.
 inline Tensor empty(const Shape& sizes, Dtype dtype) {
   if (spare != nullptr)
@@ -165,9 +172,20 @@ inline Tensor empty(const Shape& sizes, Dtype dtype) {
     strides[i] = stride;
     stride *= sizes.values[i];
   }
+  const int64_t bytes = bytes_of(dtype) * stride;
+  const int32_t cpu = aoti_torch_device_type_cpu();
   AtenTensorHandle made;
-  succeeded(
-      aoti_torch_empty_strided(sizes.dim, sizes.values, strides, dtype.code, aoti_torch_device_type_cpu(), 0, &made));
+  if (bytes < LARGE) {
+    succeeded(aoti_torch_empty_strided(sizes.dim, sizes.values, strides, dtype.code, cpu, 0, &made));
+    return Tensor(made);
+  }
+  std::unique_ptr<void, void (*)(void*)> memory(std::malloc(bytes + ALIGNMENT), std::free);
+  if (memory == nullptr) throw std::bad_alloc();
+  const auto begin = reinterpret_cast<uintptr_t>(memory.get()) / ALIGNMENT * ALIGNMENT + ALIGNMENT;
+  const auto give_back = [](void*, void* whole) { std::free(whole); };
+  succeeded(torch_from_blob(reinterpret_cast<void*>(begin), sizes.dim, sizes.values, strides, 0, dtype.code, cpu, -1,
+                            &made, aoti_torch_layout_strided(), nullptr, 0, give_back, memory.get()));
+  memory.release();
   return Tensor(made);
 }
 

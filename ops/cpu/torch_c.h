@@ -21,6 +21,7 @@ using AOTITorchError = int32_t;  // 0: no error
 
 extern "C" {
 int32_t aoti_torch_device_type_cpu();
+int32_t aoti_torch_layout_strided();
 int32_t aoti_torch_dtype_float32();
 int32_t aoti_torch_dtype_float64();
 int32_t aoti_torch_dtype_bfloat16();
@@ -42,6 +43,10 @@ AOTITorchError aoti_torch_is_contiguous(AtenTensorHandle tensor, bool* ret_is_co
 AOTITorchError aoti_torch_empty_strided(int64_t ndim, const int64_t* sizes_ptr, const int64_t* strides_ptr,
                                         int32_t dtype, int32_t device_type, int32_t device_index,
                                         AtenTensorHandle* ret_new_tensor);
+AOTITorchError torch_from_blob(void* data, int64_t ndim, const int64_t* sizes_ptr, const int64_t* strides_ptr,
+                               int64_t storage_offset, int32_t dtype, int32_t device_type, int32_t device_index,
+                               AtenTensorHandle* ret, int32_t layout, const uint8_t* opaque_metadata,
+                               int64_t opaque_metadata_size, void (*deleter)(void* data, void* ctx), void* deleter_ctx);
 AOTITorchError aoti_torch__reinterpret_tensor(AtenTensorHandle self, int64_t ndim, const int64_t* sizes_ptr,
                                               const int64_t* strides_ptr, int64_t storage_offset,
                                               AtenTensorHandle* ret_new_tensor);

@@ -64,7 +64,7 @@ def empty_compressed(
     def made(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if device.type == "meta":
             return torch.empty(*before, *shape, dtype=dtype, device=device)
-        return native.huge_zeros((*before, *shape), dtype)
+        return native.huge_zeros((*before, *shape), dtype, is_weight=True)
 
     return CompressedWeight(
         made((groups, length, 3, GROUP), torch.uint8),

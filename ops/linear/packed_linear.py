@@ -41,7 +41,11 @@ def empty_packed(out_features: int, in_features: int, dtype: torch.dtype, device
     word = WORDS[dtype]
     inputs = word.itemsize // dtype.itemsize
     shape = -(-out_features // TILE), -(-in_features // inputs), TILE
-    words = torch.empty(shape, dtype=word, device=device) if device.type == "meta" else native.huge_zeros(shape, word)
+    words = (
+        torch.empty(shape, dtype=word, device=device)
+        if device.type == "meta"
+        else native.huge_zeros(shape, word, is_weight=True)
+    )
     return words.view(dtype).unflatten(-1, (TILE, inputs))
 
 

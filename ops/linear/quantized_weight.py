@@ -243,7 +243,7 @@ def empty_quantized(
     def made(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if device.type == "meta":
             return torch.empty(shape, dtype=dtype, device=device)
-        return native.huge_zeros(shape, dtype)
+        return native.huge_zeros(shape, dtype, is_weight=True)
 
     return QuantizedWeight(
         made((*before, tiles, words, TILE, 4), torch.uint8),

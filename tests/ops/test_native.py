@@ -249,6 +249,9 @@ def test_small_tensors_share_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None
     assert not any(tensor.any() for tensor in many)
     large = native.huge_zeros((3 << 20,), torch.uint8)
     assert large.data_ptr() % (2 << 20) == 0
+    weights = [native.huge_zeros((3 << 20,), torch.uint8, is_weight=True) for _ in range(3)]
+    assert weights[2].data_ptr() - weights[1].data_ptr() == 3 << 20
+    assert native.huge_zeros((16 << 20,), torch.uint8, is_weight=True).data_ptr() % (2 << 20) == 0
 
 
 def test_tensors_in_rows_lie_side_by_side() -> None:
