@@ -20,7 +20,7 @@ from compiled_llm.scheduling.decode_costs import Key
 
 SHARE, LEAST_SHARE = 0.0075, 0.001875  # of all steps, that may be lost; at least, where the last tries paid nothing
 MOST = 8.0  # steps that an account has at most, and at the start
-_LEAST = -32.0  # it is never emptier than that, which the least shares of 17,100 steps make up for
+_LEAST = -32.0  # it is never emptier than that while steps rest; the least shares of 17,100 make up for it
 MOST_RESTED = 64  # steps in a row
 _MOST_DUE = 16  # plain steps that are measured before others rest
 _LEAST_KNOWN = 3  # plain steps before anything is looked for
@@ -116,7 +116,9 @@ class _Steps:
     def add(self, saved: float, reading: float = 0.0) -> None:
         before = self.left
         self.balance = max(_LEAST, min(MOST, self.balance + saved))
-        self.with_reading = max(_LEAST, min(MOST, self.with_reading + saved - reading))
+        # Not bounded below here: else a long prompt's reading would be forgiven, and what drafts save behind it would
+        # seem to pay for it.
+        self.with_reading = min(MOST, self.with_reading + saved - reading)
         if self.left == MOST:
             self.was_full, self.share = True, SHARE
         elif before > 0.0 >= self.left:
@@ -194,6 +196,7 @@ class DraftAccount:
         steps = self._steps.get(kind)
         if steps is None or steps.num_plain < _LEAST_KNOWN or steps.num_due:
             return 0
+        steps.with_reading = max(_LEAST, steps.with_reading)
         count = min(MOST_RESTED, int(-steps.left / steps.share))
         if count <= 0:
             return 0

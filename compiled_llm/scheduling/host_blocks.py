@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from compiled_llm.scheduling.costs import moved
@@ -36,10 +36,13 @@ class TierCounts:
     tier_idle_seconds: float = 0.0
     tier_wait_seconds: float = 0.0
 
-    def add_read(self, num_bytes: int, *, is_there: bool, is_peers: bool) -> None:
-        """A block was read from the disk or taken from another engine; or it is not ``is_there``."""
+    def add_read(self, num_bytes: int, *, is_there: bool, is_peers: bool, is_asked_again: bool) -> None:
+        """A block was read from the disk or taken from another engine; or it is not ``is_there``.
+
+        ``is_asked_again``: then another engine is asked for it.
+        """
         self.num_disk_failures += not (is_there or is_peers)
-        self.num_takes_failed += is_peers and not is_there
+        self.num_takes_failed += is_peers and not (is_there or is_asked_again)
         self.disk_read_bytes += num_bytes * (is_there and not is_peers)
         self.peer_taken_bytes += num_bytes * (is_there and is_peers)
 
@@ -61,7 +64,7 @@ class HostBlock:
         pins: copies and files in flight that use the row, and requests that wait for it.
         is_there: whether its keys are in the row, or will be before anything that a step does with them.
         source: where they were read from, until they are first used: "disk", "peer" (another engine) or "" (neither).
-        asked: for its keys, of other engines.
+        sources: other engines that have it for requests which wait for it. The first ``num_asked`` were asked.
     """
 
     digest: bytes
@@ -70,16 +73,25 @@ class HostBlock:
     pins: int = 0
     is_there: bool = True
     source: str = ""
-    asked: list[BlockSource] = dataclasses.field(default_factory=list)
+    sources: list[BlockSource] = dataclasses.field(default_factory=list)
+    num_asked: int = 0
 
     @property
     def is_state(self) -> bool:
         return self.row < 0
 
-    def source_not_asked(self, waits: "Mapping[Request, Wait]") -> BlockSource | None:
-        """An engine that has it for a request which waits for it, and that was not asked yet."""
-        sources = (request.source for request, wait in waits.items() if request.source and self in wait.blocks)
-        return next((source for source in sources if source not in self.asked), None)
+    def add_source(self, source: BlockSource | None) -> None:
+        """A request waits for it whose blocks ``source`` has."""
+        if source is not None and not self.is_there and source not in self.sources:
+            self.sources.append(source)
+
+    def next_source(self, waiting: Iterable[Request]) -> BlockSource | None:
+        """The next engine to ask for it, of those whose requests are still ``waiting``; it counts as asked."""
+        while self.num_asked < len(self.sources):
+            source, self.num_asked = self.sources[self.num_asked], self.num_asked + 1
+            if any(request.source == source for request in waiting):
+                return source
+        return None
 
 
 class Found(NamedTuple):

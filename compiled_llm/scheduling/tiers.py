@@ -352,6 +352,7 @@ class KVTiers:
             read = self._read(one, request.source, is_state=one in states) if isinstance(one, bytes) else one
             if read is None:
                 break
+            read.add_source(request.source)
             read.pins += isinstance(one, bytes)
             away += not read.is_there
             taken.append(read)
@@ -377,13 +378,14 @@ class KVTiers:
         if row is None:
             return None
         held = self._blocks[digest] = HostBlock(digest, row, pins=1, is_there=False)
-        self._ask(held, None if digest in self.on_disk else source)
+        held.add_source(source)
+        held.num_asked = int(digest not in self.on_disk)
+        self._ask(held, source if held.num_asked else None)
         return held
 
     def _ask(self, held: HostBlock, source: BlockSource | None) -> None:
         """The next step asks the disk or ``source`` for the keys of ``held``."""
         held.source = "disk" if source is None else "peer"
-        held.asked += [] if source is None else [source]
         self._reading[held.digest] = held
         self._to_read.append((held.digest, held.row, source))
 
@@ -527,13 +529,13 @@ class KVTiers:
     def _end_read(self, digest: bytes, windows: tuple[int, ...] | None, seconds: float) -> None:
         held, self._last_read = self._reading.pop(digest), time.monotonic()
         self.costs.record_read(seconds / self.costs.of(held.is_state))
-        of_read = {"is_there": windows is not None, "is_peers": held.source == "peer"}
+        other = held.next_source(self._waits) if windows is None else None
+        of_read = {"is_there": windows is not None, "is_peers": held.source == "peer", "is_asked_again": bool(other)}
         self.counts.add_read(self.costs.num_bytes(held), **of_read)
         if windows is None:
             self.on_disk.discard(digest)
-            if other := held.source_not_asked(self._waits):
-                self._ask(held, other)
-                return
+            if other:
+                return self._ask(held, other)
             if held not in self._dropped:
                 self._forget(held)
         else:

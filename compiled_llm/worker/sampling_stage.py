@@ -155,7 +155,7 @@ class SamplingStage:
         for buffers in self._logits_buffers.values():
             buffers.fill([], SchedulerOutput(), empty)
         self._prompt_dtypes = torch.int64, torch.int64, *([torch.int32] if limits.max_loras else [])
-        self._max_logprobs = max_logprobs
+        self._max_logprobs, self._most_tokens = max_logprobs, limits.token_bucket_sizes[-1]
         self._prompt_input = self._rows_of_prompts(most_prompt_rows(limits, vocab_size, device.type))
 
     @property
@@ -172,8 +172,9 @@ class SamplingStage:
 
     @property
     def bytes_of_prompts(self) -> int:
-        """Most bytes that the log-probabilities of prompts take while they are computed."""
-        return len(self._prompt_input[0]) * bytes_of_row(self._vocab_size, self._max_logprobs)
+        """Most bytes that the log-probabilities of a step's prompts take: those of a piece, and the results of all."""
+        of_pieces = len(self._prompt_input[0]) * bytes_of_row(self._vocab_size, self._max_logprobs)
+        return of_pieces + self._most_tokens * 12 * (self._max_logprobs + 1)
 
     # -- Compiling
 

@@ -322,6 +322,31 @@ def test_what_was_lost_is_bounded(num_tries: int, least: int, most: int) -> None
     assert least < num_rested < most
 
 
+@pytest.mark.parametrize(("reading", "num_tokens", "gained"), [(40, 100, 0.8), (60, 200, 0.6), (100, 250, 0.6)])
+def test_reading_that_does_not_pay_is_not_forgiven(reading: int, num_tokens: int, gained: float) -> None:
+    """Of long prompts, in plain steps. What drafts save behind it pays for all of it, or others are not read."""
+    account, plain = DraftAccount(one_graph=True), DoneStep(ONE, 1, ALIKE, has_drafts=False, seconds=PLAIN)
+    seconds = num_read = 0.0
+    for _ in range(200):  # requests
+        left, was_read = float(num_tokens), False
+        while left > 0.0:
+            if account.looks(ONE, goes_on=was_read):
+                step = plain._replace(has_drafts=True, network=0.17 * PLAIN, gained=gained, reads=not was_read)
+                step = step._replace(network=step.network + reading * PLAIN * (not was_read))
+                num_read, was_read = num_read + (not was_read), True
+            elif rest := account.rest(ONE):
+                count = min(rest, math.ceil(left))
+                account.end_rest(ONE, rest - count)
+                left, seconds = left - count, seconds + count * PLAIN
+                continue
+            else:
+                step = plain
+            account.enter(step)
+            left, seconds = left - 1.0 - step.gained, seconds + step.seconds + step.network
+    assert num_read < 20
+    assert seconds <= 1.03 * 200 * num_tokens * PLAIN, "the first tries, and a share"
+
+
 @pytest.mark.parametrize(("one_graph", "expected"), [(True, 2 * PLAIN), (False, PLAIN)])
 def test_steps_that_found_nothing_stand_in_for_plain_ones_on_a_cpu(one_graph: bool, expected: float) -> None:
     account = DraftAccount(one_graph=one_graph)

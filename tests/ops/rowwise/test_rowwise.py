@@ -120,8 +120,8 @@ def test_rows_go_to_their_slots_of_a_cache(dtype: torch.dtype) -> None:
 def test_whole_lines_and_parts_of_them_go_to_slots(count: int, dtype: torch.dtype) -> None:
     line = 64 // dtype.itemsize
     for size, column, width in [(2 * line, 0, 6 * line), (2 * line, 4 * line, 6 * line), (line, line + 1, 6 * line),
-                                (line + 1, line, 6 * line), (line, line, 6 * line + 1)]:  # fmt: skip
-        x, slots = numbers(count, size, dtype), (7 * torch.arange(count, dtype=torch.int32)) % 640
+                                (line + 1, line, 6 * line), (line, line, 6 * line + 1), (0, 0, line)]:  # fmt: skip
+        x, slots = numbers(count, size + 1, dtype)[:, 1:], (7 * torch.arange(count, dtype=torch.int32)) % 640
         written = numbers(640, width, dtype).view(40, 16, width)
         expected = written.clone()
         rowwise.write_slots(written, slots, x, column)
