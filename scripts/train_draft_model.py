@@ -1,7 +1,7 @@
 """Train a draft model for the bundled demo model: a smaller Qwen3 of the same vocabulary that guesses what it says.
 
-    python scripts/write_own_texts.py texts.npy
-    python scripts/train_draft_model.py --texts texts.npy      # into compiled_llm/demo_drafters/draft_model
+    python scripts/write_own_texts.py texts.npz
+    python scripts/train_draft_model.py --texts texts.npz      # into compiled_llm/demo_drafters/draft_model
 
 It starts as the first and the last layer of the demo model between its embedding and its head, which stay as they are.
 It reads the text that the demo model has learned from, and what that has written itself, and learns what the demo model
@@ -49,7 +49,7 @@ def parser_of(document: str | None, minutes: float, context_length: int) -> Flag
     add("--seed", type=int, default=0)
     add("--max-files", type=int, help="use only the first so many files, for a quick try")
     add("--context-length", type=int, default=context_length, help="of what it learns from, a multiple of 4")
-    add("--learning-rate", type=float, default=0.01, help="the peak, of matrices (default: 0.01)")
+    add("--learning-rate", type=float, default=0.01, help="the peak (default: 0.01; of Medusa heads 0.002)")
     add("--texts", type=Path, help="what write_own_texts.py wrote, 6 of 10 windows are of it (default: none are)")
     return parser
 
@@ -121,7 +121,7 @@ def agreement(student: torch.nn.Module, teacher: torch.nn.Module, windows: torch
 
 def windows(documents: list[list[int]], args: argparse.Namespace) -> Iterator[torch.Tensor]:
     """Endless batches ``[B, T + 1]`` of files, and of what the model wrote where ``args.texts`` has some."""
-    texts = None if args.texts is None else np.load(args.texts).astype(np.int64)
+    texts = None if args.texts is None else np.load(args.texts)["texts"].astype(np.int64)
     generator, length = np.random.default_rng(args.seed), args.context_length + 1
     if texts is not None and texts.shape[1] < length:
         raise SystemExit(f"--context-length must be below the {texts.shape[1]} tokens of --texts, got {length - 1}")
@@ -141,32 +141,49 @@ def train(
     args: argparse.Namespace,
     distance: Callable[..., torch.Tensor],
 ) -> dict[str, Any]:
-    """Train for the budget of wall time; the learning rate follows the share of it that has passed."""
+    """Train for the budget of wall time, on windows of files and of what the model wrote; the record of it."""
     trained = [p for p in student.parameters() if p.requires_grad]
     matrices, others = ([p for p in trained if (p.ndim == 2) is wanted] for wanted in (True, False))
     optimizers = {
         Muon(matrices, args.learning_rate): args.learning_rate,
         torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True): _OTHER_LEARNING_RATE,
     }
-    stream = windows(documents, args)
+    steps = ((distance(student, teacher, rows[:, :-1].contiguous()), rows[:, 1:]) for rows in windows(documents, args))
+    return descend(args, optimizers, ((loss, rows.numel()) for loss, rows in steps))
+
+
+def descend(
+    args: argparse.Namespace,
+    optimizers: dict[torch.optim.Optimizer, float],
+    losses: Iterator[tuple[torch.Tensor, int]],
+    at_points: Callable[[], None] | None = None,
+) -> dict[str, Any]:
+    """Steps for the budget of wall time; the learning rate follows the share of it that has passed.
+
+    Args:
+        optimizers: and the peak of the learning rate of each.
+        losses: without an end: the loss of the next batch, and how many tokens that has.
+        at_points: is called at each point of the curve.
+    """
     budget, tokens_seen, steps, curve, recent = args.minutes * 60, 0, 0, [], []
     bar = tqdm(total=round(budget), unit="s", bar_format="{percentage:3.0f}%|{bar:30}| {n:.0f}/{total}s {postfix}")
     start = time.perf_counter()
     while (progress := (time.perf_counter() - start) / budget) < 1.0:
-        rows = next(stream)
-        loss = distance(student, teacher, rows[:, :-1].contiguous())
+        loss, count = next(losses)
         loss.backward()
         for optimizer, peak_rate in optimizers.items():
             optimizer.param_groups[0]["lr"] = peak_rate * demo.learning_rate_factor(progress)
             optimizer.step()
             optimizer.zero_grad()
         steps += 1
-        tokens_seen += rows[:, 1:].numel()
+        tokens_seen += count
         recent = [*recent[-49:], loss.item()]
         elapsed = time.perf_counter() - start
         if elapsed / budget * NUM_CURVE_POINTS >= len(curve) + 1:
             curve.append({"seconds": round(elapsed), "tokens": tokens_seen, "loss": round(float(np.mean(recent)), 4)})
             bar.write(json.dumps(curve[-1]), file=sys.stderr)
+            if at_points is not None:
+                at_points()
         bar.n = min(elapsed, budget)
         bar.set_postfix_str(f"step {steps}  loss {np.mean(recent):.3f}  {tokens_seen / elapsed:.0f} tokens/s")
     bar.close()
@@ -178,14 +195,14 @@ def distil(
     command: Sequence[str],
     target: Path,
     build: Callable[[Qwen3ForCausalLM], Any],
-    distance: Callable[..., torch.Tensor],
+    train: Callable[[Any, Qwen3ForCausalLM, list[list[int]], argparse.Namespace], dict[str, Any]],
     save: Callable[[Any, Qwen3ForCausalLM], Any],
     agreement: Callable[..., dict[str, Any]],
 ) -> None:
     """Train what ``build`` makes of the model in ``target`` to guess what that says, measure it, and write it all.
 
     Args:
-        distance: (student, teacher, tokens) -> loss.
+        train: (student, teacher, files of tokens, args) -> the record of the training.
         save: (student, teacher) -> the student as it is read from ``args.output``, where it writes it.
         agreement: (student, teacher, windows of held-out files ``[N, T]``) -> what the record has of it.
     """
@@ -198,9 +215,9 @@ def distil(
     student = build(teacher)
     num_parameters = sum(p.numel() for p in student.parameters())
     print(f"{len(train_files)} files to learn from; {num_parameters} parameters", flush=True)
-    record = train(student, teacher, documents, args, distance)
-
     args.output.mkdir(parents=True, exist_ok=True)
+    record = train(student, teacher, documents, args)
+
     saved = save(student, teacher)
     (args.output / "model.safetensors").chmod(0o644)  # safetensors lets only the owner read
     windows = torch.tensor(held_out).unfold(0, args.context_length, args.context_length)
@@ -228,9 +245,9 @@ def main(argv: list[str] | None = None) -> None:
         (args.output / "generation_config.json").unlink(missing_ok=True)
         return Qwen3ForCausalLM.from_pretrained(args.output, dtype=torch.float32).eval()
 
-    compiled = torch.compile(distance, dynamic=False)
+    own_train = functools.partial(train, distance=torch.compile(distance, dynamic=False))
     command = ["scripts/train_draft_model.py", *(sys.argv[1:] if argv is None else argv)]
-    distil(args, command, args.target, functools.partial(build_student, args.layers), compiled, save, agreement)
+    distil(args, command, args.target, functools.partial(build_student, args.layers), own_train, save, agreement)
 
 
 if __name__ == "__main__":

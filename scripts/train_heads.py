@@ -1,15 +1,16 @@
 """Train heads that draft for the bundled demo model from its hidden states: an EAGLE-3 head, or Medusa heads.
 
-    python scripts/write_own_texts.py texts.npy
-    python scripts/train_heads.py eagle3 --texts texts.npy      # into compiled_llm/demo_drafters/eagle3
-    python scripts/train_heads.py medusa --texts texts.npy
+    python scripts/write_own_texts.py texts.npz
+    python scripts/train_heads.py eagle3 --texts texts.npz      # into compiled_llm/demo_drafters/eagle3
+    python scripts/train_heads.py medusa --texts texts.npz
 
-Both read the text that the demo model has learned from, and what that has written itself, and learn what it thinks of
-the tokens that follow: the loss is the cross-entropy with its distributions. The EAGLE-3 head learns from its own
-outputs, too, as it will draft from them ("training-time test", Li et al., 2025, arXiv:2503.01840). Both use the
-embedding and the head of the demo model, which are not in their files. Afterwards it is measured on files that neither
-has seen how often each draft is the demo model's likeliest token, where the text before it is given. `training.json`
-keeps the record.
+The EAGLE-3 head reads the text that the demo model has learned from, and what that has written itself, and learns what
+it thinks of the tokens that follow: the loss is the cross-entropy with its distributions. It learns from its own
+outputs, too, as it will draft from them ("training-time test", Li et al., 2025, arXiv:2503.01840). Medusa heads learn
+what the model wrote, see `medusa_heads.py`; the texts for those that ship were written with `--edits 0.8 --greedy 0.6`.
+Both use the embedding and the head of the demo model, which are not in their files. Afterwards it is measured on files
+that neither has seen how often each draft is the demo model's likeliest token, where the text before it is given.
+`training.json` keeps the record.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import own_checkout
+import medusa_heads
 import torch
 import torch.nn.functional as F
 import train_demo_model as demo
@@ -28,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM
 
-NUM_HEADS = 4  # of Medusa; and drafts that an EAGLE-3 head learns to make one after another
+NUM_HEADS = medusa_heads.NUM_HEADS  # and drafts that an EAGLE-3 head learns to make one after another
 _DECAY = 0.8  # what the next draft counts, as a share of the one before
 
 
@@ -137,49 +139,7 @@ def _moved(pair: tuple[Tensor, Tensor], by: int) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-class Medusa(nn.Module):
-    """Heads whose parameters have the names of vLLM's layout; see `models/draft_heads/medusa.py`."""
-
-    def __init__(self, teacher: Qwen3ForCausalLM, num_blocks: int = 2) -> None:
-        super().__init__()
-        d = teacher.config.hidden_size
-
-        def block() -> nn.Linear:
-            linear = nn.Linear(d, d)
-            nn.init.zeros_(linear.weight)  # so that each head begins as the model's own
-            nn.init.zeros_(linear.bias)
-            return linear
-
-        self.blocks = nn.ModuleList(
-            nn.ModuleDict({"layers": nn.ModuleList(block() for _ in range(num_blocks))}) for _ in range(NUM_HEADS)
-        )
-
-    def config(self, teacher: Qwen3ForCausalLM, num_tokens: int) -> dict[str, Any]:
-        """Its `config.json`."""
-        c = teacher.config
-        return {
-            "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": c.hidden_size,
-            "vocab_size": c.vocab_size, "num_heads": num_tokens, "num_hidden_layers": len(self.blocks[0]["layers"]),
-            "original_lm_head": True, "torch_dtype": "bfloat16",
-        }  # fmt: skip
-
-    def go_on_from(self, directory: Path) -> None:
-        """Take the weights of earlier heads."""
-        self.load_state_dict(load_file(directory / "model.safetensors"))
-
-    def logits(self, teacher: Qwen3ForCausalLM, input_ids: Tensor, hidden: tuple[Tensor, ...]) -> list[Tensor]:
-        """Of each head, logits ``[B, T - 2, V]``: those of row p guess token p + 2, as far as its head j can see."""
-        normed = teacher.model.norm(hidden[-1])
-        found = []
-        for number, head in enumerate(self.blocks):
-            x = F.pad(normed, (0, 0, number, 0))[:, : normed.shape[1] - 2]  # of `number` rows before
-            for linear in head["layers"]:
-                x = x + F.silu(linear(x))
-            found.append(F.linear(x, teacher.lm_head.weight))
-        return found
-
-
-HEADS = {"eagle3": Eagle3, "medusa": Medusa}
+HEADS = {"eagle3": Eagle3, "medusa": medusa_heads.Medusa}
 
 
 def _linear(in_features: int, out_features: int) -> nn.Linear:
@@ -191,7 +151,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("method", choices=list(HEADS))
     parser.add_argument("--output", type=Path, help="folder to write (default: that of the bundled one)")
     parser.add_argument("--start", type=Path, help="folder of heads to go on from (default: new ones)")
+    parser.set_defaults(learning_rate=None)
     args = parser.parse_args(argv)
+    if args.learning_rate is None:
+        args.learning_rate = {"eagle3": 0.01, "medusa": medusa_heads.LEARNING_RATE}[args.method]
     args.output = args.output or demo.DEFAULT_OUTPUT.parent / "demo_drafters" / args.method
     start = args.start is None or args.start.is_dir(), "a folder with heads"
     draft_model.check(parser, args, {"start": start})
@@ -256,11 +219,14 @@ def agreement(student: Any, teacher: Qwen3ForCausalLM, windows: Tensor) -> dict[
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
 
-    def save(student: Any, teacher: Qwen3ForCausalLM) -> Any:
+    def write(student: Any, teacher: Qwen3ForCausalLM) -> dict[str, Tensor]:
         rounded = {name: value.to(torch.bfloat16).contiguous() for name, value in student.state_dict().items()}
         save_file(rounded, args.output / "model.safetensors", metadata={"format": "pt"})
         (args.output / "config.json").write_text(json.dumps(student.config(teacher, NUM_HEADS), indent=1) + "\n")
-        student.load_state_dict({name: value.float() for name, value in rounded.items()})
+        return rounded
+
+    def save(student: Any, teacher: Qwen3ForCausalLM) -> Any:
+        student.load_state_dict({name: value.float() for name, value in write(student, teacher).items()})
         return student
 
     def build(teacher: Qwen3ForCausalLM) -> Any:
@@ -269,8 +235,12 @@ def main(argv: list[str] | None = None) -> None:
             student.go_on_from(args.start)
         return student
 
+    train = {
+        "eagle3": functools.partial(draft_model.train, distance=distance),
+        "medusa": functools.partial(medusa_heads.train, keep=write),
+    }
     command = ["scripts/train_heads.py", *(sys.argv[1:] if argv is None else argv)]
-    draft_model.distil(args, command, demo.DEFAULT_OUTPUT, build, distance, save, agreement)
+    draft_model.distil(args, command, demo.DEFAULT_OUTPUT, build, train[args.method], save, agreement)
 
 
 if __name__ == "__main__":

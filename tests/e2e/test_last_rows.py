@@ -117,7 +117,7 @@ def test_heads_draft_the_same_behind_rows_of_logits(kind: str, tmp_path: Path) -
             engine.generate([PROMPT[7:], OTHER[1:]], [plain[0], scored], use_tqdm=False)
             drafts.append({(one.token_ids, one.seed): one.drafts for one in found})
             found.clear()
-        assert engine.stats().num_accepted_draft_tokens > 8
+        assert engine.stats().num_accepted_draft_tokens > 4
     both = drafts[0].keys() & drafts[1].keys()  # of a tree, the nodes that are verified follow from those before
     assert [drafts[0][key] for key in both] == [drafts[1][key] for key in both]
     assert len(both) > 12

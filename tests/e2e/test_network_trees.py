@@ -1,6 +1,7 @@
 """Trees that networks draft: outputs are those without, and first ranks are what a chain would draft."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,8 @@ def reference_of(method: str) -> Eagle3Reference | MedusaReference:
     tensors = {name: x.float() for name, x in load_file(DRAFTERS / method / "model.safetensors").items()}
     if method == "medusa":  # by the names of the authors' layout
         tensors = {re.sub(r"blocks\.(\d)\.layers\.(\d)", r"\1.\2.linear", name): x for name, x in tensors.items()}
-        return MedusaReference(tensors, 2, Path(DEMO_MODEL))
+        num_blocks = json.loads((DRAFTERS / method / "config.json").read_text())["num_hidden_layers"]
+        return MedusaReference(tensors, num_blocks, Path(DEMO_MODEL))
     reference = Eagle3Reference(DRAFTERS / method, Path(DEMO_MODEL))
     reference.tensors = tensors
     reference.head, reference.embedding = reference.head.float(), reference.embedding.float()

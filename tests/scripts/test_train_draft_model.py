@@ -52,8 +52,8 @@ def test_steps_of_matrices_are_orthogonal(script: ModuleType) -> None:
 
 
 def test_some_windows_are_of_texts_that_the_model_wrote(script: ModuleType, tmp_path: Path) -> None:
-    np.save(tmp_path / "texts.npy", np.full((4, 40), 7, dtype=np.uint16))
-    arguments = ["--context-length", "32", "--texts", str(tmp_path / "texts.npy")]
+    np.savez(tmp_path / "texts.npz", texts=np.full((4, 40), 7, dtype=np.uint16))
+    arguments = ["--context-length", "32", "--texts", str(tmp_path / "texts.npz")]
     stream = script.windows([[1] * 2000], script.parse_args(arguments))
     rows = [row for _ in range(20) for row in next(stream)]
     assert {tuple(row.unique().tolist()) for row in rows} == {(1,), (7,)}
@@ -61,8 +61,8 @@ def test_some_windows_are_of_texts_that_the_model_wrote(script: ModuleType, tmp_
 
 
 def test_texts_that_are_shorter_than_a_window_are_refused(script: ModuleType, tmp_path: Path) -> None:
-    np.save(tmp_path / "texts.npy", np.full((4, 32), 7, dtype=np.uint16))
-    arguments = ["--context-length", "32", "--texts", str(tmp_path / "texts.npy")]
+    np.savez(tmp_path / "texts.npz", texts=np.full((4, 32), 7, dtype=np.uint16))
+    arguments = ["--context-length", "32", "--texts", str(tmp_path / "texts.npz")]
     with pytest.raises(SystemExit, match="--context-length must be below the 32 tokens of --texts, got 32"):
         next(script.windows([[1] * 2000], script.parse_args(arguments)))
 

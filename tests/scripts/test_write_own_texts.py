@@ -35,17 +35,19 @@ def test_prompts_are_of_files_to_learn_from_and_the_same_again(script: ModuleTyp
 
 @pytest.mark.battery
 def test_texts_are_as_long_as_they_must_be(script: ModuleType, tmp_path: Path) -> None:
-    script.main([str(tmp_path / "texts.npy"), "--num-texts", "2", "--max-files", "40"])
-    texts = np.load(tmp_path / "texts.npy")
-    assert (texts.shape, texts.dtype) == ((2, script.LENGTH), np.uint16)
+    script.main([str(tmp_path / "texts.npz"), "--num-texts", "2", "--max-files", "40"])
+    written = np.load(tmp_path / "texts.npz")
+    assert (written["texts"].shape, written["texts"].dtype) == ((2, script.LENGTH), np.uint16)
+    assert all(0 < length < script.LENGTH for length in written["prompt_lengths"])
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["texts.npy", "--num-texts", "0"], "--num-texts must be"),
-        (["texts.bin"], "output must be a file.npy"),
-        (["not/there/texts.npy"], "in a folder that is there"),
+        (["texts.npz", "--num-texts", "0"], "--num-texts must be"),
+        (["texts.npz", "--edits", "1.5"], "--edits must be from 0 to 1, got 1.5"),
+        (["texts.npy"], "output must be a file.npz"),
+        (["not/there/texts.npz"], "in a folder that is there"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_written(
