@@ -107,6 +107,7 @@ def parser(program: str) -> FlagParser:
     add("--vllm-python", metavar="PATH", help="python of an environment with vLLM for CPUs, for its own ratios")
     add("--vllm-args", type=json_object, default={}, metavar="JSON", help="arguments of its LLM besides")
     add("--prompts", type=Path, help="a file with a prompt in each line, as a JSON string")
+    add("--groups", type=int, default=1, help="of so many prompts each, one after another in a round (default: 1)")
     add("--rounds", type=int, default=5, help="(default: 5)")
     add("--processes", type=int, default=1, help="measure in so many processes, --rounds in each (default: 1)")
     tables.add_json_flag(made)
@@ -119,23 +120,25 @@ class Served:
     def __init__(self, engine: CompiledEngine) -> None:
         self.engine, self.tokens = engine, list[list[int]]()
 
-    def run(self, prompts: Sequence[str], params: SamplingParams) -> float:
-        """Tokens a second."""
+    def run(self, groups: Sequence[Sequence[str]], params: SamplingParams) -> float:
+        """Tokens a second of prompts, a group at a time."""
         started = time.perf_counter()
-        outputs = self.engine.generate(list(prompts), params, use_tqdm=False)
+        found = [self.engine.generate(list(prompts), params, use_tqdm=False) for prompts in groups]
         seconds = time.perf_counter() - started
-        self.tokens = [output.outputs[0].token_ids for output in outputs]
+        self.tokens = [output.outputs[0].token_ids for outputs in found for output in outputs]
         return sum(map(len, self.tokens)) / seconds
 
 
-def measure(engines: dict[str, Served], prompts: Sequence[str], params: SamplingParams, rounds: int) -> dict[str, Any]:
+def measure(
+    engines: dict[str, Served], groups: Sequence[Sequence[str]], params: SamplingParams, rounds: int
+) -> dict[str, Any]:
     """Of each engine: tokens a second, how many times as many as without, and how drafts fared.
 
     Raises:
         RuntimeError: a method changed a token.
     """
     before = {name: served.engine.stats() for name, served in engines.items()}
-    runs = {name: functools.partial(served.run, prompts, params) for name, served in engines.items()}
+    runs = {name: functools.partial(served.run, groups, params) for name, served in engines.items()}
     found = in_turns(runs, rounds=rounds)
     results = {}
     for name, served in engines.items():
@@ -187,7 +190,9 @@ def acceptance(engine: CompiledEngine, prompts: Sequence[str], temperature: floa
 
 
 def main(program: str, arguments: Sequence[str] | None = None) -> int:
-    args = parser(program).parse_checked(_check, arguments, batch_sizes=1, num_tokens=2, rounds=1, processes=1)
+    args = parser(program).parse_checked(
+        _check, arguments, batch_sizes=1, num_tokens=2, groups=1, rounds=1, processes=1
+    )
     accepted = list[Row]()
     with ExitStack() as stack, errors_end(program):
         if args.widen is not None:
@@ -224,8 +229,9 @@ def _measured_rows(program: str, args: argparse.Namespace, names: Sequence[str])
         for size in args.batch_sizes:
             for temperature in args.temperatures:
                 params = SamplingParams(max_tokens=args.num_tokens, temperature=temperature, seed=1, ignore_eos=True)
-                chosen = [prompts[index % len(prompts)] for index in range(size)]
-                found = measure(engines, chosen, params, args.rounds)
+                chosen = [prompts[index % len(prompts)] for index in range(size * args.groups)]
+                groups = [chosen[start : start + size] for start in range(0, len(chosen), size)]
+                found = measure(engines, groups, params, args.rounds)
                 rows += [{"batch": size, "temperature": temperature, "method": n, **row} for n, row in found.items()]
         if args.vllm_python is not None:
             with errors_end(program, (PeerFailed,), status=1):
@@ -273,7 +279,7 @@ def _by_run(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
 
 def _prompts(args: argparse.Namespace) -> list[str]:
     if args.prompts is None:
-        return edit_prompts(max(args.batch_sizes))
+        return edit_prompts(args.groups * max(args.batch_sizes))
     return [json.loads(line) for line in args.prompts.read_text().splitlines()]
 
 
@@ -318,10 +324,9 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--model must be a checkpoint's directory with --widen, given {args.model}")
     if args.vllm_python is not None and args.model is None:
         raise ValueError("--model must be given with --vllm-python, which reads a checkpoint, not a shape's config")
-    if args.vllm_python is not None and args.processes > 1:
-        raise ValueError(
-            f"--processes must be 1 with --vllm-python, whose engines are processes, given {args.processes}"
-        )
+    for name in ("processes", "groups") if args.vllm_python is not None else ():
+        if getattr(args, name) > 1:
+            raise ValueError(f"--{name} must be 1 with --vllm-python, given {getattr(args, name)}")
 
 
 def _of_vllm(args: argparse.Namespace, engine: CompiledEngine, prompts: Sequence[str]) -> list[Row]:
