@@ -103,6 +103,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--widen qwen3-0.6b", "--model must be a checkpoint"),
         ("--processes 0", "--processes must be at least 1"),
         ("--model DIR --processes 2 --vllm-python x", "--processes must be 1 with --vllm-python"),
+        ("--model DIR --groups 2 --vllm-python x", "--groups must be 1 with --vllm-python"),
     ],
     "lora": [
         ("--rank 0", "--rank must be at least 1"),

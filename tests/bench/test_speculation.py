@@ -55,6 +55,17 @@ def test_processes_have_engines_in_other_orders_and_a_second_one_without_a_metho
     assert runs["none again"]["ratios"] != runs["none"]["ratios"]
 
 
+def test_groups_are_served_one_after_another() -> None:
+    params = speculation.SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    with CompiledEngine(**SIZES) as engine:
+        served = speculation.Served(engine)
+        prompts, before = edit_prompts(4), engine.stats()
+        assert len(set(prompts)) == 4
+        assert served.run([prompts[:2], prompts[2:]], params) > 0.0
+        assert engine.stats().since(before).num_requests == 4
+        assert served.tokens == [list(one.outputs[0].token_ids) for one in engine.generate(prompts, params)]
+
+
 def test_rows_of_processes_are_joined_by_what_they_are_of() -> None:
     def rows(number: int, order: list[str]) -> list[Row]:
         figures = dict.fromkeys(("accepted_share", "accepted_length", "draft_us"), 0.0)
