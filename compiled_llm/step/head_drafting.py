@@ -106,8 +106,7 @@ def draft_medusa_function(
         rows = medusa.features(weights, rows, model_config)
         of_head, own_tokens = (weights, None) if weights.heads else with_own_logits(weights, sample)
         found = []
-        for number in range(drafts.shape[1]):
-            logits = medusa.logits_of(of_head, number, rows, model_config)
+        for number, logits in enumerate(medusa.logits_of(of_head, drafts.shape[1], rows, model_config)):
             sampling = known.sampling._replace(position=known.position + accepted + number + 1)
             token = drafted(logits, sampling, own_tokens, both, sample).to(torch.int32)
             found.append(torch.where(is_drafted, token, NO_DRAFT))

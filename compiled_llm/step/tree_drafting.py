@@ -89,10 +89,9 @@ def draft_medusa_tree_function(
         rows = torch.index_select(hidden, 0, known.token_row + path[:, -1])
         rows = medusa.features(weights, rows, model_config)
         tokens, shares = [], []
-        for number in range(tree.depth):
-            logits = medusa.logits_of(weights, number, rows, model_config)[:, :both]
+        for number, logits in enumerate(medusa.logits_of(weights, tree.depth, rows, model_config)):
             own = known.sampling._replace(position=known.position + accepted + number + 1)
-            found, of_found = likeliest(logits, own, tree.ranks, sample)
+            found, of_found = likeliest(logits[:, :both], own, tree.ranks, sample)
             tokens.append(found)
             shares.append(of_found)
         _keep(drafts, known.num_samples > 0, [*tokens, _in_units(torch.cat(shares, 1))])

@@ -76,17 +76,26 @@ def features(weights: Weights, hidden: Tensor, config: MedusaConfig) -> Tensor:
     return hidden if config.is_normed else Residual(hidden, config.rms_norm_eps).normed(weights.final_norm).tensor()
 
 
-def logits_of(weights: Weights, number: int, x: Tensor, config: MedusaConfig) -> Tensor:
-    """Logits ``[R, V]`` of head ``number``; of tokens that it cannot draft, minus infinity."""
-    for block in weights.layers[number]:
-        x = x + activated_linear(x, block, "silu", gated=False)
-    head = weights.heads[min(number, len(weights.heads) - 1)] if weights.heads else weights.head
-    assert head is not None
-    logits = head.apply(x)
+def logits_of(weights: Weights, count: int, x: Tensor, config: MedusaConfig) -> list[Tensor]:
+    """Logits ``[R, V]`` of each of the first ``count`` heads; of tokens that they cannot draft, minus infinity."""
+    rows = [_behind_blocks(weights.layers[number], x) for number in range(count)]
+    if len(weights.heads) > 1:
+        found = [head.apply(own) for head, own in zip(weights.heads, rows, strict=False)]
+    else:  # one matrix for all, which is read once
+        head = weights.heads[0] if weights.heads else weights.head
+        assert head is not None
+        logits = head.apply(torch.cat(rows))
+        found = [logits.narrow(0, number * x.shape[0], x.shape[0]) for number in range(count)]
     if weights.token_ids is None:
-        return logits
-    every = logits.new_full((logits.shape[0], config.vocab_size), float("-inf"))
-    return every.index_copy(1, weights.token_ids, logits)
+        return found
+    every = found[0].new_full((x.shape[0], config.vocab_size), float("-inf"))
+    return [every.index_copy(1, weights.token_ids, logits) for logits in found]
+
+
+def _behind_blocks(blocks: tuple[Linear, ...], x: Tensor) -> Tensor:
+    for block in blocks:
+        x = x + activated_linear(x, block, "silu", gated=False)
+    return x
 
 
 def _no_forward(*arguments: Any) -> Tensor:
