@@ -260,11 +260,8 @@ def huge_zeros(shape: Sequence[int], dtype: torch.dtype, *, is_weight: bool = Fa
     """A zeroed CPU tensor in huge pages where the system has them: large ones stream up to 1.4 times as fast.
 
     Memory is taken as it is first written, so a tensor costs nothing before it is used. torch would write zeros on all
-    its threads, and wait for those that other work holds. Tensors smaller than a page lie side by side in some.
-
-    Args:
-        is_weight: up to 16 MiB it lies beside others too, whose memory lives as long. A tensor of 2.6 MiB takes 4
-            by itself.
+    its threads, and wait for those that other work holds. Tensors smaller than a page share some, and so do weights
+    below 16 MiB: one of 2.6 MiB by itself takes 4. Such memory is given back when the last of them is gone.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < _SMALL or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -320,10 +317,12 @@ class _Pages:
         """So many zeros, whose memory no other tensor had before."""
         used = -(-size // _LINES) * _LINES
         with self._lock:
-            if len(self._left) < used:
-                self._left = _huge(_SHARED)
-            taken, self._left = self._left[:size], self._left[used:]
-        return taken
+            is_new = len(self._left) < used
+            memory = _huge(_SHARED) if is_new else self._left
+            left = memory[used:]
+            if not is_new or len(left) > len(self._left):  # the larger rest is kept
+                self._left = left
+        return memory[:size]
 
 
 _PAGES = _Pages()

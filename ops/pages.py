@@ -72,7 +72,7 @@ def _advise(tensors: Iterable[Tensor], advice: str) -> None:
 
 
 def _mapped(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
-    """Addresses and sizes of the memory of those on a CPU, of a huge page and more: others share pages."""
+    """Addresses and sizes of the memory of those on a CPU, of a huge page and more: smaller ones share pages."""
     for rows in memory_of(tensor for tensor in tensors if tensor.device.type == "cpu"):
         size = rows.nbytes // mmap.PAGESIZE * mmap.PAGESIZE
         if size >= _HUGE_PAGE:

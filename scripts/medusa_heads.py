@@ -8,7 +8,7 @@ gradient of its input is made along with the loss, and logits are not kept.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -132,9 +132,8 @@ def train(
     teacher: Qwen3ForCausalLM,
     documents: list[list[int]],
     args: argparse.Namespace,
-    keep: Callable[[Medusa, Qwen3ForCausalLM], Any],
 ) -> dict[str, Any]:
-    """Train for the budget of wall time; the record of it. ``keep`` writes what is there at each point of the curve."""
+    """Train for the budget of wall time, which begins when all is read; the record of it."""
     hidden, following = learned_rows(teacher, documents, args)
     if len(hidden) < _ROWS:
         raise SystemExit(f"too little text: {len(hidden)} rows to learn from, where a batch has {_ROWS}")
@@ -150,6 +149,4 @@ def train(
                 loss = sum(_Guessed.apply(student.rows(j, read), head, wanted[j]) for j in range(NUM_HEADS))
                 yield loss / NUM_HEADS, len(rows)
 
-    return {"rows": len(hidden)} | draft_model.descend(
-        args, {optimizer: args.learning_rate}, losses(), lambda: keep(student, teacher)
-    )
+    return {"rows": len(hidden)} | draft_model.descend(args, {optimizer: args.learning_rate}, losses())

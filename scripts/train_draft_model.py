@@ -48,9 +48,13 @@ def parser_of(document: str | None, minutes: float, context_length: int) -> Flag
     add("--minutes", type=float, default=minutes, help=f"wall time of the training loop (default: {minutes:g})")
     add("--seed", type=int, default=0)
     add("--max-files", type=int, help="use only the first so many files, for a quick try")
-    add("--context-length", type=int, default=context_length, help="of what it learns from, a multiple of 4")
+    add("--context-length", type=int, default=context_length, help="of windows of files, in tokens: a multiple of 4")
     add("--learning-rate", type=float, default=0.01, help="the peak (default: 0.01; of Medusa heads 0.002)")
-    add("--texts", type=Path, help="what write_own_texts.py wrote, 6 of 10 windows are of it (default: none are)")
+    add(
+        "--texts",
+        type=Path,
+        help="what write_own_texts.py wrote: 6 of 10 windows, for Medusa heads all (default: none)",
+    )
     return parser
 
 
@@ -63,7 +67,7 @@ def check(parser: FlagParser, args: argparse.Namespace, others: dict[str, tuple[
         "max_files": (args.max_files is None or args.max_files >= 10, "10 or more, so that some can be held out"),
         "context_length": (args.context_length >= 16 and args.context_length % 4 == 0, "a multiple of 4, 16 or more"),
         "learning_rate": (0 < args.learning_rate < 1, "above 0 and below 1"),
-        "texts": (args.texts is None or args.texts.is_file(), "a file"),
+        "texts": (args.texts is None or (args.texts.suffix == ".npz" and args.texts.is_file()), "a file.npz"),
     }
     for name, (holds, rule) in (rules | others).items():
         if not holds:
@@ -156,14 +160,12 @@ def descend(
     args: argparse.Namespace,
     optimizers: dict[torch.optim.Optimizer, float],
     losses: Iterator[tuple[torch.Tensor, int]],
-    at_points: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
     """Steps for the budget of wall time; the learning rate follows the share of it that has passed.
 
     Args:
         optimizers: and the peak of the learning rate of each.
         losses: without an end: the loss of the next batch, and how many tokens that has.
-        at_points: is called at each point of the curve.
     """
     budget, tokens_seen, steps, curve, recent = args.minutes * 60, 0, 0, [], []
     bar = tqdm(total=round(budget), unit="s", bar_format="{percentage:3.0f}%|{bar:30}| {n:.0f}/{total}s {postfix}")
@@ -182,8 +184,6 @@ def descend(
         if elapsed / budget * NUM_CURVE_POINTS >= len(curve) + 1:
             curve.append({"seconds": round(elapsed), "tokens": tokens_seen, "loss": round(float(np.mean(recent)), 4)})
             bar.write(json.dumps(curve[-1]), file=sys.stderr)
-            if at_points is not None:
-                at_points()
         bar.n = min(elapsed, budget)
         bar.set_postfix_str(f"step {steps}  loss {np.mean(recent):.3f}  {tokens_seen / elapsed:.0f} tokens/s")
     bar.close()
@@ -215,9 +215,9 @@ def distil(
     student = build(teacher)
     num_parameters = sum(p.numel() for p in student.parameters())
     print(f"{len(train_files)} files to learn from; {num_parameters} parameters", flush=True)
-    args.output.mkdir(parents=True, exist_ok=True)
     record = train(student, teacher, documents, args)
 
+    args.output.mkdir(parents=True, exist_ok=True)
     saved = save(student, teacher)
     (args.output / "model.safetensors").chmod(0o644)  # safetensors lets only the owner read
     windows = torch.tensor(held_out).unfold(0, args.context_length, args.context_length)

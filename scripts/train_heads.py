@@ -7,10 +7,10 @@
 The EAGLE-3 head reads the text that the demo model has learned from, and what that has written itself, and learns what
 it thinks of the tokens that follow: the loss is the cross-entropy with its distributions. It learns from its own
 outputs, too, as it will draft from them ("training-time test", Li et al., 2025, arXiv:2503.01840). Medusa heads learn
-what the model wrote, see `medusa_heads.py`; the texts for those that ship were written with `--edits 0.8 --greedy 0.6`.
-Both use the embedding and the head of the demo model, which are not in their files. Afterwards it is measured on files
-that neither has seen how often each draft is the demo model's likeliest token, where the text before it is given.
-`training.json` keeps the record.
+what the model wrote, see `medusa_heads.py`; for those that ship it wrote with `--num-texts 10240 --edits 0.8` and
+`--greedy 0.6`. Both use the embedding and the head of the demo model, which are not in their files. Afterwards it is
+measured on files that neither has seen how often each draft is the demo model's likeliest token, where the text before
+it is given. `training.json` keeps the record.
 """
 
 import argparse
@@ -219,14 +219,11 @@ def agreement(student: Any, teacher: Qwen3ForCausalLM, windows: Tensor) -> dict[
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
 
-    def write(student: Any, teacher: Qwen3ForCausalLM) -> dict[str, Tensor]:
+    def save(student: Any, teacher: Qwen3ForCausalLM) -> Any:
         rounded = {name: value.to(torch.bfloat16).contiguous() for name, value in student.state_dict().items()}
         save_file(rounded, args.output / "model.safetensors", metadata={"format": "pt"})
         (args.output / "config.json").write_text(json.dumps(student.config(teacher, NUM_HEADS), indent=1) + "\n")
-        return rounded
-
-    def save(student: Any, teacher: Qwen3ForCausalLM) -> Any:
-        student.load_state_dict({name: value.float() for name, value in write(student, teacher).items()})
+        student.load_state_dict({name: value.float() for name, value in rounded.items()})
         return student
 
     def build(teacher: Qwen3ForCausalLM) -> Any:
@@ -235,10 +232,7 @@ def main(argv: list[str] | None = None) -> None:
             student.go_on_from(args.start)
         return student
 
-    train = {
-        "eagle3": functools.partial(draft_model.train, distance=distance),
-        "medusa": functools.partial(medusa_heads.train, keep=write),
-    }
+    train = {"eagle3": functools.partial(draft_model.train, distance=distance), "medusa": medusa_heads.train}
     command = ["scripts/train_heads.py", *(sys.argv[1:] if argv is None else argv)]
     draft_model.distil(args, command, demo.DEFAULT_OUTPUT, build, train[args.method], save, agreement)
 

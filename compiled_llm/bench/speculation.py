@@ -107,7 +107,7 @@ def parser(program: str) -> FlagParser:
     add("--vllm-python", metavar="PATH", help="python of an environment with vLLM for CPUs, for its own ratios")
     add("--vllm-args", type=json_object, default={}, metavar="JSON", help="arguments of its LLM besides")
     add("--prompts", type=Path, help="a file with a prompt in each line, as a JSON string")
-    add("--groups", type=int, default=1, help="of so many prompts each, one after another in a round (default: 1)")
+    add("--groups", type=int, default=1, help="of --batch-sizes prompts, served one after another (default: 1)")
     add("--rounds", type=int, default=5, help="(default: 5)")
     add("--processes", type=int, default=1, help="measure in so many processes, --rounds in each (default: 1)")
     tables.add_json_flag(made)

@@ -254,6 +254,14 @@ def test_small_tensors_share_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None
     assert native.huge_zeros((16 << 20,), torch.uint8, is_weight=True).data_ptr() % (2 << 20) == 0
 
 
+def test_a_weight_that_does_not_fit_leaves_the_rest_to_smaller_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_PAGES", native._Pages())
+    made = [native.huge_zeros((size << 20,), torch.uint8, is_weight=True) for size in (15, 2, 15, 2)]
+    assert made[3].data_ptr() - made[1].data_ptr() == 2 << 20
+    assert len({tensor.untyped_storage().data_ptr() for tensor in made}) == 3
+    assert not any(tensor.any() for tensor in made)
+
+
 def test_tensors_in_rows_lie_side_by_side() -> None:
     """A row has an element of each, and those of other rows are no part of it."""
     first, second = native.huge_zeros_in_rows(3, 20, [(2, 4), (10,)], torch.bfloat16)

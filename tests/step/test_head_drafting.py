@@ -1,9 +1,12 @@
 """What heads draft behind a step, of tensors that say which rows they have read."""
 
+import dataclasses
+
+import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm.models.draft_heads.medusa import MedusaConfig, Weights
+from compiled_llm.models.draft_heads.medusa import MedusaConfig, Weights, logits_of
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.step.drafting import NO_DRAFT, DraftInput
 from compiled_llm.step.head_drafting import draft_medusa_function
@@ -45,3 +48,35 @@ def test_medusa_heads_read_the_row_of_the_last_right_token() -> None:
     drafts = torch.full((5, NUM_DRAFTS), 99)
     draft_medusa_function(medusa_config(), 8, SIZE)(weights, known, torch.eye(SIZE)[:11], last_tokens, drafts)
     assert drafts.tolist() == [[0, 0], [4, 4], [10, 10], [NO_DRAFT] * 2, [99, 99]]
+
+
+class Counted(Dense):
+    """Counts its products."""
+
+    num_products = 0
+
+    def apply(self, x: Tensor) -> Tensor:
+        Counted.num_products += 1
+        return super().apply(x)
+
+
+@pytest.mark.parametrize("has_map", [False, True])
+@pytest.mark.parametrize("num_own", [0, 1, 2])
+def test_a_matrix_that_heads_share_is_read_once(num_own: int, has_map: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's, or one of their own; matrices of each head are read one by one."""
+    monkeypatch.setattr(Counted, "num_products", 0)
+    generator = torch.Generator().manual_seed(0)
+    blocks, matrices = (torch.randn(2, SIZE, SIZE, generator=generator) for _ in range(2))
+    token_ids = torch.randperm(2 * SIZE, generator=generator)[:SIZE] if has_map else None
+    heads = tuple(Counted(matrices[number]) for number in range(num_own))
+    weights = Weights(None, tuple((Dense(one),) for one in blocks), heads, token_ids, head=Counted(matrices[0]))
+    config = dataclasses.replace(medusa_config(), vocab_size=(1 + has_map) * SIZE)
+    x = torch.randn(3, SIZE, generator=generator)
+    found = logits_of(weights, 2, x, config)
+    assert Counted.num_products == max(1, num_own)
+    for number, logits in enumerate(found):
+        rows = x + torch.nn.functional.silu(x @ blocks[number].T)
+        wanted = rows @ matrices[number if num_own == 2 else 0].T
+        if token_ids is not None:
+            wanted = torch.full((3, 2 * SIZE), -torch.inf).index_copy(1, token_ids, wanted)
+        torch.testing.assert_close(logits, wanted)

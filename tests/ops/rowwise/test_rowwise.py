@@ -113,11 +113,10 @@ def test_rows_go_to_their_slots_of_a_cache(dtype: torch.dtype) -> None:
     torch.library.opcheck(op, (written, slots, x, 24), test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize(
-    "count", [31, 32, 300]
-)  # from 32 rows on they do not go through the caches, if lines are whole
+@pytest.mark.parametrize("count", [31, 32, 300])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_whole_lines_and_parts_of_them_go_to_slots(count: int, dtype: torch.dtype) -> None:
+    """From 32 rows on whole lines do not go through the caches."""
     line = 64 // dtype.itemsize
     for size, column, width in [(2 * line, 0, 6 * line), (2 * line, 4 * line, 6 * line), (line, line + 1, 6 * line),
                                 (line + 1, line, 6 * line), (line, line, 6 * line + 1), (0, 0, line)]:  # fmt: skip
