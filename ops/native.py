@@ -37,7 +37,8 @@ from compiled_llm.ops.user_warnings import warn
 
 _HUGE_PAGE = 2 << 20
 _SMALL = 2**12  # bytes, below which a tensor is left to torch
-_LINES = 128  # bytes: two cache lines, which a processor fetches together
+_LINE = 64  # bytes of a cache line
+_LINES = 2 * _LINE  # which a processor fetches together
 _SHARED = 8 * _HUGE_PAGE
 _SHIPPED = ROOT / "libraries"  # in a wheel
 
@@ -275,20 +276,26 @@ def zeros_on(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> 
     return huge_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
 
-def huge_zeros_in_rows(count: int, row: int, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[torch.Tensor]:
-    """``[count, *shape]`` for each of ``shapes``, zeroed, in huge pages that they share.
+def huge_zeros_in_rows(count: int, kinds: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor]:
+    """``[count, *shape]`` for each shape and dtype of ``kinds``, zeroed, in huge pages that they share.
 
-    The memory is ``count`` rows of ``row`` elements, each of which has an element of every tensor, one after the other.
-    To torch the tensors have nothing in common: what it compiles would copy views of one tensor that it writes to.
+    The memory is ``count`` rows, each of which has an element of every tensor, one after the other. A row is whole
+    cache lines, so that the strides of all tensors are multiples of 8 and more. To torch the tensors have nothing in
+    common: what it compiles would copy views of one tensor that it writes to.
     """
-    memory, start = _huge_memory(count * row * dtype.itemsize)
+    starts, end = [], 0
+    for shape, dtype in kinds:
+        starts.append(-(-end // dtype.itemsize) * dtype.itemsize)
+        end = starts[-1] + math.prod(shape) * dtype.itemsize
+    row = -(-end // _LINE) * _LINE
+    memory, first = _huge_memory(count * row)
     tensors = []
-    for shape in shapes:
-        size = math.prod(shape)
+    for (shape, dtype), start in zip(kinds, starts, strict=True):
+        stride = row // dtype.itemsize
         inner = torch.empty(shape, dtype=dtype, device="meta").stride()
-        all_of_it = torch.frombuffer(memory, dtype=dtype, offset=start, count=(count - 1) * row + size)
-        tensors.append(all_of_it.as_strided((count, *shape), (row, *inner)))
-        start += size * dtype.itemsize
+        size = (count - 1) * stride + math.prod(shape)
+        all_of_it = torch.frombuffer(memory, dtype=dtype, offset=first + start, count=size)
+        tensors.append(all_of_it.as_strided((count, *shape), (stride, *inner)))
     return tensors
 
 

@@ -1,8 +1,7 @@
 """The KV cache's memory: the dtype of each layer's, what a token or a state takes, and the tensors themselves."""
 
-import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -137,34 +136,41 @@ def allocate(
 ) -> KVCache:
     """A zeroed cache; ``dtypes`` has one for each layer.
 
-    On a CPU the blocks of most layers lie together, see ``_blocks_of_layers``: each block of a tensor is contiguous,
-    and they are equally far apart. The tensors are marked for the compiler: their addresses stay, so that CUDA graphs
-    do not copy them, and their number of blocks or slots is dynamic, so that what was compiled on one cache runs on
-    another of any size from 2 on.
+    On a CPU the blocks of all layers lie together, and so do the slots of all states: a block of all of them is one
+    piece of memory. So a first request writes some huge pages, which all layers share, where each layer's keys and
+    values would take one of their own. Each block of a tensor is contiguous, and they are equally far apart. What has
+    another number of blocks, as layers with a window, has memory of its own: caches of all sizes are alike but for
+    their numbers of blocks.
+
+    The tensors are marked for the compiler: their addresses stay, so that CUDA graphs do not copy them, and their
+    number of blocks or slots is dynamic, so that what was compiled on one cache runs on another of any size from 2 on.
 
     Args:
         window_places: window -> blocks of its layers' caches.
         num_slots: of layers with a state, the sink among them.
     """
-
     places = window_places or {}
-    zeros = functools.partial(_zeros, device)
-    together = _blocks_of_layers(model_config, dtypes, num_blocks, block_size, places) if device.type == "cpu" else {}
     # Examples that differ from each other: the compiler takes sizes that do not for the same one.
     sizes = {window: DynamicSize(f"blocks of window {window}", 11 + 2 * n) for n, window in enumerate(places)}
 
-    caches: list[LayerCache | StateCache] = []
-    for layer, (spec, dtype) in enumerate(zip(layers_of(model_config), dtypes, strict=True)):
+    layers, wanted = layers_of(model_config), list[_Wanted]()
+    for layer, (spec, dtype) in enumerate(zip(layers, dtypes, strict=True)):
         if isinstance(spec, StateSpec):
-            states = spec.state_tensors(num_slots, dtype)
-            caches.append(StateCache(**{name: zeros(*one, _NUM_SLOTS) for name, one in states.items()}))
-            continue
-        held, size = spec.cache_tensors(places.get(spec.window, num_blocks), block_size, dtype), sizes.get(spec.window)
-        if layer in together:
-            own = {name: _marked(tensor, size or _NUM_BLOCKS) for name, tensor in together[layer].items()}
+            size, held = _NUM_SLOTS, spec.state_tensors(num_slots, dtype)
         else:
-            own = {name: zeros(*one, size or _NUM_BLOCKS) for name, one in held.items()}
-        caches.append(LayerCache(**own) if spec.shares_cache_of is None else caches[spec.shares_cache_of])
+            size = sizes.get(spec.window, _NUM_BLOCKS)
+            held = spec.cache_tensors(places.get(spec.window, num_blocks), block_size, dtype)
+        wanted += (_Wanted(layer, name, *kind, size) for name, kind in held.items())
+    own: list[dict[str, Tensor]] = [{} for _ in layers]
+    for one, tensor in _zeros(wanted, device):
+        own[one.layer][one.name] = _marked(tensor, one.num_blocks)
+
+    caches: list[LayerCache | StateCache] = []
+    for spec, of_layer in zip(layers, own, strict=True):
+        if isinstance(spec, StateSpec):
+            caches.append(StateCache(**of_layer))
+        else:
+            caches.append(LayerCache(**of_layer) if spec.shares_cache_of is None else caches[spec.shares_cache_of])
     return tuple(caches)
 
 
@@ -172,46 +178,27 @@ def allocate_features(
     kind: type[FeatureCache] | type[HiddenCache], shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> FeatureCache | HiddenCache:
     """Zeroed features, or what they are made of, of ``shape`` [B, S, *], in the blocks of a cache ``allocate`` made."""
-    return kind(_zeros(device, shape, dtype, _NUM_BLOCKS))
+    return kind(_marked(native.zeros_on(device, shape, dtype), _NUM_BLOCKS))
 
 
-def _blocks_of_layers(
-    model_config: ModelConfig,
-    dtypes: Sequence[torch.dtype],
-    num_blocks: int,
-    block_size: int,
-    places: Mapping[int, int],
-) -> dict[int, dict[str, Tensor]]:
-    """Zeroed caches of layers on a CPU that lie together: a block of all of them is one piece of memory.
+class _Wanted(NamedTuple):
+    """A tensor of a layer's cache; ``shape`` begins with the number of blocks or slots."""
 
-    So a first request writes some huge pages, which all layers share, where each layer's keys and values would take one
-    of their own. Layers with scales or latents are left out: their kernels take blocks that lie side by side.
-    """
-    # Of a dtype and a window, so that caches of all sizes are alike but for their number of blocks.
-    groups: dict[tuple[torch.dtype, int | None], list[tuple[int, AttentionSpec]]] = {}
-    for layer, (spec, dtype) in enumerate(zip(layers_of(model_config), dtypes, strict=True)):
-        if isinstance(spec, StateSpec) or spec.shares_cache_of is not None:
-            continue
-        if not spec.latent_dim and dtype not in _QUANTISED.values():
-            groups.setdefault((dtype, spec.window if spec.window in places else None), []).append((layer, spec))
-    found: dict[int, dict[str, Tensor]] = {}
-    for (dtype, window), layers in groups.items():
-        count = num_blocks if window is None else places[window]
-        held = {layer: spec.cache_tensors(count, block_size, dtype) for layer, spec in layers}
-        named = [(layer, name, shape[1:]) for layer, own in held.items() for name, (shape, _) in own.items()]
-        shapes = [shape for *_, shape in named]
-        # Kernels count blocks in rows of a head. A multiple of 64 is whole cache lines, and no example of a dynamic
-        # size, which the compiler would take for the same number.
-        whole = math.lcm(64, *(spec.head_dim for _, spec in layers))
-        row = -(-sum(map(math.prod, shapes)) // whole) * whole
-        tensors = native.huge_zeros_in_rows(count, row, shapes, dtype)
-        for (layer, name, _), tensor in zip(named, tensors, strict=True):
-            found.setdefault(layer, {})[name] = tensor
-    return found
+    layer: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    num_blocks: DynamicSize
 
 
-def _zeros(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, size: DynamicSize) -> Tensor:
-    return _marked(native.zeros_on(device, shape, dtype), size)
+def _zeros(wanted: Sequence[_Wanted], device: torch.device) -> Iterator[tuple[_Wanted, Tensor]]:
+    if device.type != "cpu":
+        yield from ((one, torch.zeros(one.shape, dtype=one.dtype, device=device)) for one in wanted)
+        return
+    for num_blocks in dict.fromkeys(one.num_blocks for one in wanted):
+        group = [one for one in wanted if one.num_blocks == num_blocks]
+        kinds = [(one.shape[1:], one.dtype) for one in group]
+        yield from zip(group, native.huge_zeros_in_rows(group[0].shape[0], kinds), strict=True)
 
 
 def _marked(tensor: Tensor, size: DynamicSize) -> Tensor:

@@ -28,7 +28,6 @@ from compiled_llm.models.registry import attention_layers, layers_of
 from compiled_llm.models.stages import is_last
 from compiled_llm.models.weights import tensors, used_experts
 from compiled_llm.ops import native
-from compiled_llm.ops.pages import Collapsing, use_huge_pages, use_small_pages
 from compiled_llm.ops.pinned import give
 from compiled_llm.ops.torch_private import keeps_compiled_code, mark_static_address
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
@@ -168,7 +167,6 @@ class CompiledSteps:
         self._functions: dict[str, CompiledFunction] = {}
         self._builds: BackgroundBuilds | None = None  # while functions are uncompiled that will not stay so
         self._has_run = False  # since the head start of the builds
-        self._collapsing: Collapsing | None = None
         self._ready_time = 0.0
         self._last_report: CompileReport | None = None  # once closed
 
@@ -278,8 +276,6 @@ class CompiledSteps:
         if self._builds is not None:
             self._builds.close()
             self._builds = None
-        if self._collapsing is not None:
-            self._collapsing.close()
         self._last_report = self.report()
         self._functions.clear()
         self.buffers.clear()
@@ -379,9 +375,6 @@ class CompiledSteps:
             self._builds.close()
             self._builds = None
             self.has_changed = True
-            cache = [tensor for group in self.cache_groups() for tensor in group]
-            use_huge_pages(cache)
-            self._collapsing = Collapsing(cache)
 
     @property
     def is_changing(self) -> bool:
@@ -476,8 +469,6 @@ class CompiledSteps:
         ``draft_cache``: of the network that drafts, if there is one.
         """
         self.hold(kv_cache, draft_cache)
-        if self.serves_before:  # until all functions are compiled
-            use_small_pages(tensor for group in self.cache_groups() for tensor in group)
         if self.drafting is not None:
             self.drafting.record_again()
         for bucket in self._recording_order():

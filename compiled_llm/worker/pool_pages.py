@@ -9,17 +9,29 @@ requests will write, so that these need not wait.
 import itertools
 import mmap
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from compiled_llm.ops.c_library import madvise
-from compiled_llm.ops.pages import Rows, memory_of
 from compiled_llm.system.resources import free_memory
 
 AHEAD_BYTES = 512 << 20  # of blocks that no request has had
 _POPULATE_WRITE = 23  # of madvise, from Linux 5.14 on: contents stay as they are
 _HUGE_PAGE = 2 << 20
+
+
+class Rows(NamedTuple):
+    """Memory of so many rows, each of ``row_bytes``."""
+
+    address: int
+    row_bytes: int
+    num_rows: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.row_bytes * self.num_rows
 
 
 class PoolPages:
@@ -33,7 +45,7 @@ class PoolPages:
     def __init__(self, tensors: Sequence[Tensor], ahead_bytes: int = AHEAD_BYTES) -> None:
         # Smaller ones lie in pages that were used.
         self._tensors = tensors  # which keep the memory
-        self._memory = [rows for rows in memory_of(tensors) if rows.nbytes >= mmap.PAGESIZE]
+        self._memory = [rows for rows in _memory_of(tensors) if rows.nbytes >= mmap.PAGESIZE]
         self._most = max((rows.num_rows for rows in self._memory), default=0)
         sizes = [rows.row_bytes for rows in self._memory]
         self._ahead_bytes = ahead_bytes
@@ -70,3 +82,17 @@ class PoolPages:
         first = (rows.address + self._asked * rows.row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         for start in range(first, end, _HUGE_PAGE):
             yield start, min(_HUGE_PAGE, end - start)
+
+
+def _memory_of(tensors: Iterable[Tensor]) -> list[Rows]:
+    """Where ``tensors`` lie, each ``[num_rows, ...]`` of contiguous rows.
+
+    Those that ``native.huge_zeros_in_rows`` made together are one.
+    """
+    found: list[Rows] = []
+    for tensor in sorted(tensors, key=Tensor.data_ptr):
+        own = Rows(tensor.data_ptr(), tensor.stride(0) * tensor.itemsize, len(tensor))
+        is_within = found and found[-1][1:] == own[1:] and own.address < found[-1].address + own.row_bytes
+        if not is_within:
+            found.append(own)
+    return found

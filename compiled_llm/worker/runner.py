@@ -63,8 +63,6 @@ class ModelRunner(StartedModel, Worker):
         if self.pool_pages is None:
             return False
         self.settle()
-        if self.is_changing:  # pages that are asked for now would be small ones
-            return False
         return self.pool_pages.ask(self.rows.blocks_end)
 
     @property

@@ -67,6 +67,7 @@ Tensor paged_attention(
   if (sinks.has_value()) check_contiguous(*sinks, "sinks", kFloat, {heads});
   if (ancestors.has_value()) check_contiguous(*ancestors, "ancestors", kLong, {tokens});
   const bool quantised = check_caches(dtype, k_cache, v_cache, k_scale, v_scale, kv_heads, head_dim, head_dim);
+  check_same_strides(k_cache, "k_cache", v_cache, "v_cache");
   CHECK_VALUE(block_table.dim() == 2, "block_table must be [R, M], got ", block_table.sizes());
   const int64_t requests = block_table.size(0), width = block_table.size(1);
 
@@ -81,7 +82,7 @@ Tensor paged_attention(
       ancestors.has_value() ? ancestors->data<const int64_t>() : nullptr,
       q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
       tokens, requests, heads, kv_heads, heads / kv_heads, head_dim, block_size, width,
-      blocks > 1 ? k_cache.stride(0) / head_dim : kv_heads * block_size, std::min<int64_t>(window, int64_t{1} << 40),
+      k_cache.stride(0), quantised ? k_scale->stride(0) : 0, std::min<int64_t>(window, int64_t{1} << 40),
       static_cast<float>(sm_scale), static_cast<float>(soft_cap)};
 
   run(p, chosen(), blocks, dtype, k_cache.dtype());

@@ -108,7 +108,7 @@ TARGET void write_16(const Problem& p, int64_t token) {
     for (int j = 0; j < 2; ++j) evens_and_odds[j][i] = static_cast<uint16_t>(16 * j + i / 2 + i % 2 * 32);
   const __m512i low = _mm512_load_si512(evens_and_odds[0]), high = _mm512_load_si512(evens_and_odds[1]);
   for (int64_t h = 0; h < p.kv_heads; ++h) {
-    const int64_t at = p.run(block, h) * p.head_dim;
+    const int64_t at = p.rows(block, h);
     const BFloat16* k = static_cast<const BFloat16*>(p.k) + token * p.k_token + h * p.k_head;
     float* keys = reinterpret_cast<float*>(static_cast<BFloat16*>(p.k_cache) + at) + offset;
     for (int64_t lane = 0; lane < p.head_dim / 2; lane += kLanes)
@@ -129,14 +129,15 @@ template <class T, class C>
 TARGET void write_token(const Problem& p, int64_t token) {
   const int64_t block = p.slots[token] / p.block_size, offset = p.slots[token] % p.block_size;
   for (int64_t h = 0; h < p.kv_heads; ++h) {
-    const int64_t run = p.run(block, h), at = run * p.head_dim;
+    const int64_t at = p.rows(block, h);
     const T* k = static_cast<const T*>(p.k) + token * p.k_token + h * p.k_head;
     const T* v = static_cast<const T*>(p.v) + token * p.v_token + h * p.v_head;
     const float k_scale = write_row(p, k, true, offset, static_cast<C*>(p.k_cache) + at);
     const float v_scale = write_row(p, v, false, offset, static_cast<C*>(p.v_cache) + at);
     if constexpr (!std::is_same_v<T, C>) {
-      p.k_scale[run + offset] = k_scale;
-      p.v_scale[run + offset] = v_scale;
+      const int64_t scales = p.scales(block, h);
+      p.k_scale[scales + offset] = k_scale;
+      p.v_scale[scales + offset] = v_scale;
     }
   }
 }
@@ -201,18 +202,20 @@ TARGET void find_tile(const Problem& p, const Unit& unit, int64_t first, int64_t
   tile.count = std::clamp<int64_t>(keys_end - first, 0, kTile);
   if (tile.count == 0) return;
   const int32_t* table = p.table + unit.request * p.table_width + first / p.block_size;
-  int64_t offset = first % p.block_size, run = p.run(*table, unit.kv_head);
+  int64_t offset = first % p.block_size;
   for (int64_t g = 0; g < tile.kGroups; ++g, offset += kLanes) {
-    if (g * kLanes < tile.count && offset == p.block_size) offset = 0, run = p.run(*++table, unit.kv_head);
+    if (g * kLanes < tile.count && offset == p.block_size) offset = 0, ++table;
     if (g * kLanes >= tile.count) offset -= kLanes;  // past the end any place will do
-    const C* keys = static_cast<const C*>(p.k_cache) + run * p.head_dim + offset * kWidth;
-    const C* values = static_cast<const C*>(p.v_cache) + (run + offset) * p.head_dim;
+    const int64_t rows = p.rows(*table, unit.kv_head);
+    const C* keys = static_cast<const C*>(p.k_cache) + rows + offset * kWidth;
+    const C* values = static_cast<const C*>(p.v_cache) + rows + offset * p.head_dim;
     tile.keys[g] = reinterpret_cast<const float*>(keys);
     for (int64_t i = 0; i < kLanesOfKeys; ++i)
       tile.values[g * kLanesOfKeys + i] = reinterpret_cast<const float*>(values + i * p.head_dim * kWidth);
     if (p.k_scale != nullptr) {
-      store(tile.k_scale + g * kLanes, load(p.k_scale + run + offset));
-      store(tile.v_scale + g * kLanes, load(p.v_scale + run + offset));
+      const int64_t scales = p.scales(*table, unit.kv_head) + offset;
+      store(tile.k_scale + g * kLanes, load(p.k_scale + scales));
+      store(tile.v_scale + g * kLanes, load(p.v_scale + scales));
     }
   }
 }
@@ -238,16 +241,18 @@ TARGET void gather_branch(const Problem& p, const Unit& unit, int64_t first, con
     for (int64_t i = std::max<int64_t>(branch.own_keys() - first - g * kLanes, 0);
          i < std::min(kLanes, tile.count - g * kLanes); ++i) {
       const int64_t slot = branch.slot(first + g * kLanes + i), offset = slot % p.block_size;
-      const int64_t run = p.run(table[slot / p.block_size], unit.kv_head);
-      const C* k = static_cast<const C*>(p.k_cache) + run * p.head_dim + offset * kWidth;
-      const C* v = static_cast<const C*>(p.v_cache) + (run + offset / kWidth * kWidth) * p.head_dim + offset % kWidth;
+      const int32_t block = table[slot / p.block_size];
+      const int64_t rows = p.rows(block, unit.kv_head);
+      const C* k = static_cast<const C*>(p.k_cache) + rows + offset * kWidth;
+      const C* v = static_cast<const C*>(p.v_cache) + rows + offset / kWidth * kWidth * p.head_dim + offset % kWidth;
       for (int64_t lane = 0; lane < lanes; ++lane)
         std::memcpy(static_cast<void*>(keys_of_run + lane * stride + i * kWidth), k + lane * stride, kWidth * sizeof(C));
       C* to = values_of_run + i / kWidth * kWidth * p.head_dim + i % kWidth;
       for (int64_t d = 0; has_values && d < p.head_dim; ++d) to[d * kWidth] = v[d * kWidth];
       if (p.k_scale != nullptr) {
-        tile.k_scale[g * kLanes + i] = p.k_scale[run + offset];
-        tile.v_scale[g * kLanes + i] = p.v_scale[run + offset];
+        const int64_t scales = p.scales(block, unit.kv_head) + offset;
+        tile.k_scale[g * kLanes + i] = p.k_scale[scales];
+        tile.v_scale[g * kLanes + i] = p.v_scale[scales];
       }
     }
     tile.keys[g] = reinterpret_cast<const float*>(keys_of_run);
@@ -308,18 +313,19 @@ TARGET void copy_tile(const Problem& p, const Unit& unit, int64_t first, const B
   auto* values = reinterpret_cast<typename O::Element*>(to.value_memory);
   for (int64_t i = 0; i < tile.count; ++i) {
     const int64_t slot = branch.slot(first + i), offset = slot % p.block_size;
-    const int64_t run = p.run(table[slot / p.block_size], unit.kv_head);
-    const C* k = static_cast<const C*>(p.k_cache) + run * p.head_dim + offset * k_width;
-    const C* v = static_cast<const C*>(p.v_cache) + run * p.head_dim + offset / v_width * p.head_dim * v_width +
-                 offset % v_width;
+    const int32_t block = table[slot / p.block_size];
+    const int64_t rows = p.rows(block, unit.kv_head);
+    const C* k = static_cast<const C*>(p.k_cache) + rows + offset * k_width;
+    const C* v = static_cast<const C*>(p.v_cache) + rows + offset / v_width * p.head_dim * v_width + offset % v_width;
     for (int64_t d = 0; d < p.head_dim; ++d) {
       keys[((i / kLanes * lanes + d / kEach) * kLanes + i % kLanes) * kEach + d % kEach] =
           to_operand<O>(k[d / k_width * p.block_size * k_width + d % k_width]);
       values[(i / kEach * dim + d) * kEach + i % kEach] = to_operand<O>(v[d * v_width]);
     }
     if (p.k_scale != nullptr) {
-      tile.k_scale[i] = p.k_scale[run + offset];
-      tile.v_scale[i] = p.v_scale[run + offset];
+      const int64_t scales = p.scales(block, unit.kv_head) + offset;
+      tile.k_scale[i] = p.k_scale[scales];
+      tile.v_scale[i] = p.v_scale[scales];
     }
   }
 }

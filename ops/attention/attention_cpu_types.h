@@ -43,7 +43,7 @@ struct Problem {
   const int64_t* ancestors;  // may be null
   int64_t q_token, q_head, k_token, k_head, v_token, v_head;
   int64_t tokens, requests, heads, kv_heads, group, head_dim, block_size, table_width;
-  int64_t block_rows;  // from a block to the next
+  int64_t block_stride, scale_stride;  // from a block to the next, of the cache and of its scales
   int64_t window;
   float sm_scale, soft_cap;
 
@@ -53,8 +53,9 @@ struct Problem {
   int64_t key_width() const { return head_dim % kCacheWidth<C> == 0 ? kCacheWidth<C> : 1; }
   template <class C>
   int64_t value_width() const { return block_size % kCacheWidth<C> == 0 ? kCacheWidth<C> : 1; }
-  // Where the rows of a block and KV head begin, counted in rows.
-  int64_t run(int64_t block, int64_t kv_head) const { return block * block_rows + kv_head * block_size; }
+  // Where the rows of a block and KV head begin in the cache, and where their scales do.
+  int64_t rows(int64_t block, int64_t kv_head) const { return block * block_stride + kv_head * block_size * head_dim; }
+  int64_t scales(int64_t block, int64_t kv_head) const { return block * scale_stride + kv_head * block_size; }
   int64_t queries(int64_t request) const { return starts[request + 1] - starts[request]; }
   int64_t context(int64_t request) const { return seq_lens[request] - queries(request); }
   uint64_t nodes_seen(int64_t request, int64_t token) const { return ancestors[starts[request] + token]; }

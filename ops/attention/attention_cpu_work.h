@@ -39,14 +39,15 @@ void check_queries(const char* name, Dtype dtype) {
               " must be float32, bfloat16 or float16, got ", dtype);
 }
 
-// Blocks that are contiguous each, and, unless they must be `whole`, may be rows apart.
-void check_blocks(const Tensor& x, const char* name, Dtype expected, Shape shape, bool whole) {
+// Blocks that are contiguous each, and may be apart.
+void check_blocks(const Tensor& x, const char* name, Dtype expected, Shape shape) {
   check(x, name, expected, shape);
-  const int64_t run = shape.values[2] * shape.values[3], block = shape.values[1] * run;
-  const bool in_rows = x.stride(3) == 1 && x.stride(2) == shape.values[3] && (shape.values[1] == 1 || x.stride(1) == run) &&
-                       x.stride(0) >= block && x.stride(0) % shape.values[3] == 0;
-  CHECK_VALUE(x.is_contiguous() || (in_rows && !whole), name, " must have contiguous blocks, ",
-              whole ? "one after the other, " : "whole rows apart, ", "got strides ", x.strides());
+  CHECK_VALUE(x.has_contiguous_rows(), name, " must have contiguous blocks, got strides ", x.strides());
+}
+
+void check_same_strides(const Tensor& x, const char* name, const Tensor& y, const char* other) {
+  CHECK_VALUE(x.size(0) < 2 || x.stride(0) == y.stride(0), name, " and ", other, " must have the same strides, got ",
+              x.strides(), " and ", y.strides());
 }
 
 // The caches, [blocks, KV heads, block size, k_dim or v_dim], and their scales; returns whether they are quantised.
@@ -57,15 +58,14 @@ bool check_caches(Dtype dtype, const Tensor& k_cache, const Tensor& v_cache, con
   const bool quantised = cache_dtype == kChar || cache_dtype == kFloat8;
   CHECK_VALUE(quantised || cache_dtype == dtype, "k_cache must have the dtype of queries, ", dtype,
               ", or be int8 or float8_e4m3fn, got ", cache_dtype);
-  check_blocks(k_cache, "k_cache", cache_dtype, {blocks, kv_heads, block_size, k_dim}, quantised || k_dim != v_dim);
-  check_blocks(v_cache, "v_cache", cache_dtype, {blocks, kv_heads, block_size, v_dim}, quantised || k_dim != v_dim);
-  CHECK_VALUE(blocks < 2 || k_dim != v_dim || k_cache.stride(0) == v_cache.stride(0),
-              "k_cache and v_cache must have the same strides, got ", k_cache.strides(), " and ", v_cache.strides());
+  check_blocks(k_cache, "k_cache", cache_dtype, {blocks, kv_heads, block_size, k_dim});
+  check_blocks(v_cache, "v_cache", cache_dtype, {blocks, kv_heads, block_size, v_dim});
   for (const auto& [x, name] : {std::tuple{&k_scale, "k_scale"}, {&v_scale, "v_scale"}}) {
     CHECK_VALUE(x->has_value() == quantised, name, quantised ? " is needed" : " must be None", " for a cache of ",
                 cache_dtype);
-    if (quantised) check_contiguous(**x, name, kFloat, {blocks, kv_heads, block_size});
+    if (quantised) check_blocks(**x, name, kFloat, {blocks, kv_heads, block_size});
   }
+  if (quantised) check_same_strides(*k_scale, "k_scale", *v_scale, "v_scale");
   return quantised;
 }
 

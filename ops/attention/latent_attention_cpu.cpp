@@ -39,8 +39,6 @@ Tensor latent_attention(
   if (ancestors.has_value()) check_contiguous(*ancestors, "ancestors", kLong, {tokens});
   const bool quantised = check_caches(dtype, k_cache, v_cache, k_scale, v_scale, 1, turned, dim);
   CHECK_VALUE(block_table.dim() == 2, "block_table must be [R, M], got ", block_table.sizes());
-  CHECK_VALUE(k_cache.is_contiguous() && v_cache.is_contiguous(), "caches must be contiguous, got strides ",
-              k_cache.strides(), " and ", v_cache.strides());
   const int64_t requests = block_table.size(0), width = block_table.size(1);
 
   Tensor out = empty({tokens, heads, dim}, dtype);
@@ -51,9 +49,9 @@ Tensor latent_attention(
        int32_data(query_start_loc, "query_start_loc", {requests + 1}), int32_data(seq_lens, "seq_lens", {requests}),
        ancestors.has_value() ? ancestors->data<const int64_t>() : nullptr,
        q_latent.stride(0), q_latent.stride(1), k_turned.stride(0), k_turned.stride(1), latent.stride(0), latent.stride(1),
-       tokens, requests, heads, 1, heads, dim, block_size, width, block_size, std::min<int64_t>(window, int64_t{1} << 40),
-       static_cast<float>(sm_scale), 0.f},
-      q_turned.data(), q_turned.stride(0), q_turned.stride(1), turned};
+       tokens, requests, heads, 1, heads, dim, block_size, width, v_cache.stride(0),
+       quantised ? k_scale->stride(0) : 0, std::min<int64_t>(window, int64_t{1} << 40), static_cast<float>(sm_scale), 0.f},
+      q_turned.data(), q_turned.stride(0), q_turned.stride(1), turned, k_cache.stride(0)};
   run(p, chosen(), blocks, dtype, k_cache.dtype());
   return out;
 }

@@ -14,12 +14,11 @@ TARGET void write_latents(const Problem& p, int64_t begin, int64_t end) {
   const Problem turned = turned_part(p), latent = latent_part(p);
   for (int64_t token = begin; token < end; ++token) {
     const int64_t block = p.slots[token] / p.block_size, offset = p.slots[token] % p.block_size;
-    const int64_t run = block * p.block_size;
     for (const Problem* part : {&turned, &latent}) {
       const T* from = static_cast<const T*>(part->k) + token * part->k_token;
-      C* to = static_cast<C*>(part->k_cache) + run * part->head_dim;
+      C* to = static_cast<C*>(part->k_cache) + part->rows(block, 0);
       const float scale = write_row(*part, from, true, offset, to);
-      if constexpr (!std::is_same_v<T, C>) part->k_scale[run + offset] = scale;
+      if constexpr (!std::is_same_v<T, C>) part->k_scale[part->scales(block, 0) + offset] = scale;
     }
   }
 }
@@ -63,12 +62,12 @@ TARGET void copy_keys(const Problem& part, const Unit& unit, int64_t first, cons
   auto* keys = reinterpret_cast<typename O::Element*>(to.memory);
   for (int64_t i = 0; i < tile.count; ++i) {
     const int64_t slot = branch.slot(first + i), offset = slot % part.block_size;
-    const int64_t run = part.run(table[slot / part.block_size], 0);
-    const C* k = static_cast<const C*>(part.k_cache) + run * part.head_dim + offset * width;
+    const int32_t block = table[slot / part.block_size];
+    const C* k = static_cast<const C*>(part.k_cache) + part.rows(block, 0) + offset * width;
     for (int64_t d = 0; d < part.head_dim; ++d)
       keys[((i / kLanes * lanes + d / kEach) * kLanes + i % kLanes) * kEach + d % kEach] =
           to_operand<O>(k[d / width * part.block_size * width + d % width]);
-    if (part.k_scale != nullptr) tile.k_scale[i] = part.k_scale[run + offset];
+    if (part.k_scale != nullptr) tile.k_scale[i] = part.k_scale[part.scales(block, 0) + offset];
   }
 }
 

@@ -10,7 +10,7 @@ namespace {
 // part, v and v_cache of the latents; head_dim is that of the latents, which are values as well.
 struct LatentProblem : Problem {
   const void* q_turned;
-  int64_t q_turned_token, q_turned_head, turned_dim;
+  int64_t q_turned_token, q_turned_head, turned_dim, turned_stride;  // the last from a block to the next
 };
 
 // The keys of a part, in the places of keys: what loads, writes and finds keys goes by these.
@@ -18,7 +18,7 @@ inline Problem turned_part(const Problem& both) {
   const auto& p = static_cast<const LatentProblem&>(both);
   Problem part = p;
   part.q = p.q_turned, part.q_token = p.q_turned_token, part.q_head = p.q_turned_head;
-  part.head_dim = p.turned_dim;
+  part.head_dim = p.turned_dim, part.block_stride = p.turned_stride;
   part.v_cache = p.k_cache, part.v_scale = p.k_scale;
   return part;
 }

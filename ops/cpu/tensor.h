@@ -111,6 +111,13 @@ class Tensor {
   int64_t stride(int64_t i) const { return strides_[i]; }
   Dtype dtype() const { return dtype_; }
   bool is_contiguous() const { return is_contiguous_; }
+  // Whether each [i, ...] is contiguous; they may be apart, and do not overlap.
+  bool has_contiguous_rows() const {
+    int64_t row = 1;
+    for (int64_t i = dim_ - 1; i > 0; row *= sizes_[i--])
+      if (sizes_[i] != 1 && strides_[i] != row) return false;
+    return sizes_[0] < 2 || strides_[0] >= row;
+  }
   const char* place() const { return is_cpu_ ? "the CPU" : "another device"; }
   bool is_cpu() const { return is_cpu_; }
   template <class T = void>

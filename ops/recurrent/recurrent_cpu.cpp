@@ -30,6 +30,12 @@ void check_contiguous(const char* op, const Tensor& x, const char* name, Dtype d
   CHECK_VALUE(x.is_contiguous(), op, ": ", name, " must be contiguous, got strides ", x.strides());
 }
 
+// Slots that are contiguous each, and may be apart.
+void check_slots(const char* op, const Tensor& x, Dtype dtype, Shape shape) {
+  check(op, x, "state", dtype, shape);
+  CHECK_VALUE(x.has_contiguous_rows(), op, ": state must have contiguous slots, got strides ", x.strides());
+}
+
 // [T, heads, size], or [T, heads] for size 1.
 Heads heads_of(const char* op, const Tensor& x, const char* name, Dtype dtype, Shape shape) {
   check(op, x, name, dtype, shape);
@@ -123,7 +129,7 @@ Tensor short_convolution(const Tensor& x, const Tensor& weight, const OptionalTe
   const auto dtype = x.dtype();
   CHECK_VALUE(width >= 2 && width <= kMostWidth, op, ": width must be from 2 to ", kMostWidth, ", got ", width);
   check_contiguous(op, weight, "weight", dtype, {channels, width});
-  check_contiguous(op, state, "state", dtype, {slots, width - 1, channels});
+  check_slots(op, state, dtype, {slots, width - 1, channels});
   if (bias) check_contiguous(op, *bias, "bias", dtype, {channels});
   heads_of(op, x, "x", dtype, {tokens, channels});
   for (const auto& [gate, name] : {std::pair{&gate_before, "gate_before"}, {&gate_after, "gate_after"}})
@@ -133,7 +139,8 @@ Tensor short_convolution(const Tensor& x, const Tensor& weight, const OptionalTe
   clear_padding(rows, out, channels * bytes_of(dtype));
   const Convolution p{rows, x.data(), gate_before ? gate_before->data() : nullptr, gate_after ? gate_after->data() : nullptr,
                       x.stride(0), gate_before ? gate_before->stride(0) : 0, gate_after ? gate_after->stride(0) : 0,
-                      weight.data(), bias ? bias->data() : nullptr, state.data(), out.data(), channels, width, silu};
+                      weight.data(), bias ? bias->data() : nullptr, state.data(), out.data(), state.stride(0),
+                      channels, width, silu};
   // An item is a request's channels; those of one block follow each other, which turn its weights once.
   const int64_t blocks = ceil_div(channels, kChannels), requests = rows.requests;
   const int64_t grain = std::max<int64_t>(1, kGrain * blocks * requests / std::max<int64_t>(1, tokens * channels * width));
@@ -161,7 +168,7 @@ Tensor gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const
   const auto dtype = q.dtype();
   CHECK_VALUE(key_heads > 0 && heads > 0 && heads % key_heads == 0 && dk > 0 && dv > 0, op,
               ": the number of value heads must be a multiple of that of key heads, got ", heads, " and ", key_heads);
-  check_contiguous(op, state, "state", kFloat, {slots, heads, dk, dv});
+  check_slots(op, state, kFloat, {slots, heads, dk, dv});
   check_contiguous(op, a_log, "A_log", kFloat, {heads});
   check_contiguous(op, dt_bias, "dt_bias", kFloat, {heads});
   const Heads qs = heads_of(op, q, "q", dtype, {tokens, key_heads, dk}), ks = heads_of(op, k, "k", dtype, {tokens, key_heads, dk});
@@ -171,7 +178,7 @@ Tensor gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const
   Tensor out = empty({tokens, heads, dv}, dtype);
   clear_padding(rows, out, heads * dv * bytes_of(dtype));
   const GatedDelta p{rows, qs, ks, vs, as, bs, a_log.data<const float>(), dt_bias.data<const float>(), state.data<float>(),
-                     out.data(), key_heads, heads, dk, dv, static_cast<float>(eps)};
+                     out.data(), state.stride(0), key_heads, heads, dk, dv, static_cast<float>(eps)};
   const int64_t pairs = rows.requests * heads;
   for_heads(p, heads, [&](int64_t r, int64_t head, int64_t begin, int64_t end, float* scratch) {
     // What the next item reads, if it is this request's next head or the next request's first.
@@ -197,7 +204,7 @@ Tensor mamba2_scan(const Tensor& x, const Tensor& dt, const Tensor& b, const Ten
   CHECK_VALUE(groups > 0 && heads > 0 && heads % groups == 0 && head_dim > 0 && size > 0, op,
               ": the number of heads must be a multiple of that of groups, got ", heads, " and ", groups);
   CHECK_VALUE(dt_min <= dt_max, op, ": dt_min must be at most dt_max, got ", dt_min, " and ", dt_max);
-  check_contiguous(op, state, "state", kFloat, {slots, heads, head_dim, size});
+  check_slots(op, state, kFloat, {slots, heads, head_dim, size});
   for (const auto& [of_heads, name] : {std::pair{&a_log, "A_log"}, {&d, "D"}, {&dt_bias, "dt_bias"}})
     check_contiguous(op, *of_heads, name, kFloat, {heads});
   const Heads xs = heads_of(op, x, "x", dtype, {tokens, heads, head_dim}), dts = heads_of(op, dt, "dt", dtype, {tokens, heads});
@@ -207,8 +214,8 @@ Tensor mamba2_scan(const Tensor& x, const Tensor& dt, const Tensor& b, const Ten
   clear_padding(rows, out, heads * head_dim * bytes_of(dtype));
   const std::vector<float> zeros(size + kLanes);
   const Mamba2 p{rows, xs, dts, bs, cs, a_log.data<const float>(), d.data<const float>(), dt_bias.data<const float>(),
-                 zeros.data(), state.data<float>(), out.data(), heads, head_dim, groups, size, static_cast<float>(dt_min),
-                 static_cast<float>(dt_max)};
+                 zeros.data(), state.data<float>(), out.data(), state.stride(0), heads, head_dim, groups, size,
+                 static_cast<float>(dt_min), static_cast<float>(dt_max)};
   for_heads(p, heads, [&](int64_t r, int64_t head, int64_t begin, int64_t end, float* scratch) {
     kernels.mamba2(p, r, head, begin, end, scratch);
   });

@@ -55,7 +55,7 @@ struct Convolution {
   int64_t x_row, before_row, after_row;
   const void *weight, *bias;                   // bias may be null
   void *state, *out;
-  int64_t channels, width;
+  int64_t slot_stride, channels, width;
   bool silu;
 };
 
@@ -65,14 +65,14 @@ struct GatedDelta {
   const float *a_log, *dt_bias;
   float* state;
   void* out;
-  int64_t key_heads, heads, dk, dv;
+  int64_t slot_stride, key_heads, heads, dk, dv;
   float eps;
 
   int64_t blocks() const { return ceil_div(dv, kColumns); }
   // Floats that a call for `blocks` blocks works in.
   int64_t scratch(int64_t blocks) const { return 2 * kTile * dk + blocks * dk * kColumns; }
   // The state of a head in a slot.
-  float* at(int64_t slot, int64_t head) const { return state + (slot * heads + head) * dk * dv; }
+  float* at(int64_t slot, int64_t head) const { return state + slot * slot_stride + head * dk * dv; }
 };
 
 struct Mamba2 {
@@ -81,13 +81,13 @@ struct Mamba2 {
   const float *a_log, *d, *dt_bias, *zeros;  // zeros: a row of a state
   float* state;
   void* out;
-  int64_t heads, head_dim, groups, size;
+  int64_t slot_stride, heads, head_dim, groups, size;
   float dt_min, dt_max;
 
   int64_t blocks() const { return ceil_div(head_dim, kRows); }
   int64_t padded() const { return ceil_div(size, kLanes) * kLanes; }
   int64_t scratch(int64_t blocks) const { return (2 * kScanTile + blocks * kRows) * padded(); }
-  float* at(int64_t slot, int64_t head) const { return state + (slot * heads + head) * head_dim * size; }
+  float* at(int64_t slot, int64_t head) const { return state + slot * slot_stride + head * head_dim * size; }
 };
 
 // The kernels for one dtype of tokens.

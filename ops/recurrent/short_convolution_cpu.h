@@ -51,7 +51,7 @@ TARGET void convolution(const Convolution& p, int64_t channel, int64_t begin, in
   for (int64_t r = begin; r < end; ++r) {
     const int64_t first = p.rows.first(r), length = p.rows.length(r);
     const auto slot = [&](int64_t s) {
-      return static_cast<T*>(p.state) + s * (width - 1) * p.channels + channel;
+      return static_cast<T*>(p.state) + s * p.slot_stride + channel;
     };
     const bool more = r + 1 < end;
     const T* later = slot(p.rows.read_slot[more ? r + 1 : begin]) + (more ? 0 : count);

@@ -62,14 +62,14 @@ def test_bytes_and_operations_are_those_counted_by_hand() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 def test_caches_are_laid_out_as_an_engines(dtype: torch.dtype) -> None:
-    """On a CPU: blocks of all layers side by side, but for those with scales."""
+    """On a CPU: blocks of all layers side by side, and their scales."""
     shape = attention.Shape(heads=4, kv_heads=2, head_dim=32, block_size=16, dtype=torch.bfloat16)
     step = attention.Step(attention.parse_case("decode", SKEWED), shape, "cpu", num_layers=3)
     caches = attention.caches_of(step, dtype, num_blocks=9, block_size=16)
     assert len(caches) == 3
     for cache in caches:
         assert cache.k.shape == cache.v.shape == (9, 2, 16, 32)
-        assert cache.k.stride(0) == (2 * 3 if dtype is torch.bfloat16 else 1) * 2 * 16 * 32
+        assert cache.k.stride(0) == 2 * 3 * 2 * 16 * (32 if dtype is torch.bfloat16 else 32 + 4)
         assert (cache.k_scale is None) == (dtype is torch.bfloat16)
 
 

@@ -264,12 +264,14 @@ def test_a_weight_that_does_not_fit_leaves_the_rest_to_smaller_ones(monkeypatch:
 
 def test_tensors_in_rows_lie_side_by_side() -> None:
     """A row has an element of each, and those of other rows are no part of it."""
-    first, second = native.huge_zeros_in_rows(3, 20, [(2, 4), (10,)], torch.bfloat16)
-    assert (first.shape, first.stride(), second.shape, second.stride()) == ((3, 2, 4), (20, 4, 1), (3, 10), (20, 1))
-    assert second.data_ptr() - first.data_ptr() == 8 * 2
-    assert first.data_ptr() % (2 << 20) == 0
-    first.fill_(1)
-    second.fill_(2)
-    assert (first == 1).all()
-    assert (second == 2).all()
-    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr(), "torch would copy them"
+    kinds = [((2, 4), torch.bfloat16), ((10,), torch.int8), ((3, 5), torch.float32), ((3,), torch.float8_e4m3fn)]
+    made = native.huge_zeros_in_rows(3, kinds)
+    assert [tensor.dtype for tensor in made] == [dtype for _, dtype in kinds]
+    assert [tuple(tensor.shape) for tensor in made] == [(3, 2, 4), (3, 10), (3, 3, 5), (3, 3)]
+    assert [tensor.stride() for tensor in made] == [(64, 4, 1), (128, 1), (32, 5, 1), (128, 1)], "whole cache lines"
+    assert [tensor.data_ptr() - made[0].data_ptr() for tensor in made] == [0, 16, 28, 88]
+    assert made[0].data_ptr() % (2 << 20) == 0
+    for number, tensor in enumerate(made):
+        tensor.copy_(torch.full(tensor.shape, number + 1.0))
+    assert all((tensor.float() == number + 1).all() for number, tensor in enumerate(made))
+    assert len({tensor.untyped_storage().data_ptr() for tensor in made}) == 4, "torch would copy them"

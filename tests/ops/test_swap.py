@@ -273,14 +273,15 @@ def test_the_order_of_another_stream_is_kept_without_waiting() -> None:
 
 def test_blocks_of_tensors_that_lie_together() -> None:
     """As a CPU's KV cache has them: a row has a block of each. What lies behind each row is left alone."""
-    caches = native.huge_zeros_in_rows(6, 3 * 40 + 8, [(2, 20), (40,), (4, 10)], torch.bfloat16)
+    kinds = [((2, 20), torch.bfloat16), ((2, 20), torch.int8), ((3,), torch.float32), ((10,), torch.float8_e4m3fn)]
+    caches = native.huge_zeros_in_rows(6, kinds)
     for cache in caches:
-        cache.copy_(noise(cache.shape, torch.bfloat16))
+        cache.copy_(noise(cache.shape, cache.dtype))
     expected = [cache.clone() for cache in caches]
     host = swap.host_pool(caches, 3)
     swap.swap_out(caches, host, torch.tensor([1, 5]), torch.tensor([2, 0]))
     swap.swap_in(caches, host, torch.tensor([0, 3]), torch.tensor([2, 0]))
     swap.copy_blocks(caches, torch.tensor([2]), torch.tensor([4]))
     for cache, before in zip(caches, expected, strict=True):
-        before[[0, 3, 4]] = before[[1, 5, 2]]
-        assert torch.equal(cache.view(torch.int16), before.view(torch.int16))
+        before.view(torch.uint8)[[0, 3, 4]] = before.view(torch.uint8)[[1, 5, 2]]
+        assert torch.equal(cache.view(torch.uint8), before.view(torch.uint8))

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch import Tensor
 
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.models.config import ModelConfig
@@ -71,25 +72,33 @@ def test_the_tensors_are_zero_and_only_quantised_layers_have_scales() -> None:
     assert len({t.data_ptr() for t in tensors(cache)}) == 10
 
 
-def test_layers_on_a_cpu_lie_together_and_a_block_of_all_is_one_piece() -> None:
-    """So that a short request takes few pages. Tensors of a window have pieces of their own, whatever their number."""
-    config = read_config(checkpoint("gemma3"))
-    window = config.sliding_window
-    assert window is not None
-    cache = allocate(config, (torch.bfloat16,) * config.num_layers, 5, 8, torch.device("cpu"), {window: 3})
-    of_blocks = [[tensor for tensor in tensors(cache) if len(tensor) == count] for count in (5, 3)]
-    assert all(of_blocks)
-    for of_count in of_blocks:
-        places = sorted(tensor.data_ptr() for tensor in of_count)
-        (stride,) = {tensor.stride(0) for tensor in of_count}
-        size = of_count[0][0].nbytes
-        assert [place - places[0] for place in places] == [size * number for number in range(len(places))]
-        assert size * len(places) <= 2 * stride < size * len(places) + 2 * 64 * config.head_dim
-        assert all(tensor[:1].is_contiguous() for tensor in of_count)
-    trial = allocate(config, (torch.bfloat16,) * config.num_layers, 3, 8, torch.device("cpu"), {window: 3})
-    assert [one.stride() for one in tensors(trial)] == [one.stride() for one in tensors(cache)], (
-        "compiled code has them"
-    )
+@pytest.mark.parametrize("kind", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek-v2", "qwen3-next", "lfm2"])
+def test_layers_on_a_cpu_lie_together_and_a_block_of_all_is_one_piece(name: str, kind: str) -> None:
+    """So that a short request takes few pages. What has another number of blocks, or slots, has a piece of its own."""
+    config = read_config(checkpoint(name))
+    window = getattr(config, "sliding_window", None)
+    kinds = [*layer_dtypes(EngineConfig(kv_cache_dtype=kind), torch.bfloat16, config)]
+    kinds[-1] = torch.bfloat16  # as in kv_cache_skip_layers
+
+    def made(num_blocks: int, num_slots: int) -> tuple[list[Tensor], list[list[Tensor]]]:
+        places = {window: 3} if window else {}
+        cache = allocate(config, kinds, num_blocks, 8, torch.device("cpu"), places, num_slots)
+        counts = [num_blocks, *places.values(), num_slots]
+        return tensors(cache), [[tensor for tensor in tensors(cache) if len(tensor) == count] for count in counts]
+
+    cache, groups = made(5, 4)
+    assert sum(map(len, groups)) == len(cache)
+    assert bool(groups[-1]) == (name in ("qwen3-next", "lfm2"))
+    for group in filter(None, groups):
+        first, end = group[0].data_ptr(), group[0].data_ptr()
+        (row,) = {tensor.stride(0) * tensor.itemsize for tensor in group}
+        for tensor in group:
+            assert 0 <= tensor.data_ptr() - end < tensor.itemsize, "they follow one another"
+            assert tensor[:1].is_contiguous()
+            end = tensor.data_ptr() + tensor[0].nbytes
+        assert 0 <= row - (end - first) < 64, "and nothing but the rest of a cache line is behind them"
+    assert [one.stride() for one in made(7, 6)[0]] == [one.stride() for one in cache], "compiled code has them"
 
 
 def test_description() -> None:

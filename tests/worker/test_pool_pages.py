@@ -95,7 +95,7 @@ def test_it_is_left_where_the_system_cannot(monkeypatch: pytest.MonkeyPatch, rea
 
 
 def test_blocks_of_tensors_that_lie_together_are_asked_for_once(asked: list[tuple[int, int]]) -> None:
-    tensors = huge_zeros_in_rows(1000, 3 * 4096, 3 * [(8, 512)], torch.float16)
+    tensors = huge_zeros_in_rows(1000, 3 * [((8, 512), torch.float16)])
     pages = PoolPages(tensors, ahead_bytes=100 * 3 * 8192)
     all_of(pages, 0)
     assert sum(size for _, size in asked) == 170 * 3 * 8192, "two pieces of 85 blocks"
@@ -107,7 +107,7 @@ def test_blocks_of_tensors_that_lie_together_are_asked_for_once(asked: list[tupl
 
 def test_a_block_of_many_pages_is_asked_for_page_by_page(asked: list[tuple[int, int]]) -> None:
     """Such as one of all layers with many slots: a request that comes meanwhile waits for one page."""
-    tensors = huge_zeros_in_rows(3, 8 * MIB, [(2 * MIB,)] * 4, torch.float16)
+    tensors = huge_zeros_in_rows(3, 4 * [((2 * MIB,), torch.float16)])
     pages = PoolPages(tensors, ahead_bytes=32 * MIB)
     all_of(pages, 0)
     assert sum(size for _, size in asked) == 2 * 16 * MIB

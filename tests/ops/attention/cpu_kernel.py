@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops import native
+from tests.ops.in_rows import InRows
 from tests.ops.instruction_sets import by_set
 
 Attend = Callable[..., Tensor]
@@ -28,14 +29,22 @@ def reordered(cache: Tensor, is_key: bool, to_cpu: bool) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format).view(cache.shape).view(cache.dtype)
 
 
-def attend_on(kernels: native.Kernels, isa: str | None = None, *, latent: bool = False) -> Attend:
-    """The CPU kernel for caches in the reference's order: of the best instruction set, or the one named."""
+def attend_on(kernels: native.Kernels, isa: str | None = None, *, latent: bool = False, in_rows: bool = True) -> Attend:
+    """The CPU kernel for caches in the reference's order: of the best instruction set, or the one named.
+
+    It gets them where an engine has them, or as contiguous tensors without ``in_rows``.
+    """
     name, place = ("latent_attention", 4) if latent else ("paged_attention", 3)
 
     def op(*args) -> Tensor:
-        caches = args[place : place + 2]
+        caches, scales = args[place : place + 2], args[place + 2 : place + 4]
         ordered = [reordered(cache, latent or i == 0, True) for i, cache in enumerate(caches)]
-        out = kernels.run(name, *args[:place], *ordered, *args[place + 2 :], isa=isa)
+        held = [*ordered, *(scale for scale in scales if scale is not None)]
+        rows = InRows(held)
+        k, v, *given = rows.copies if in_rows else held
+        out = kernels.run(name, *args[:place], k, v, *(given or scales), *args[place + 4 :], isa=isa)
+        if in_rows:
+            rows.put_back(held)
         for i, cache in enumerate(caches):
             cache.copy_(reordered(ordered[i], latent or i == 0, False))
         return out

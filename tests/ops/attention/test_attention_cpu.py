@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from compiled_llm.ops import native
-from tests.ops.attention.attention_cases import alone, check, grid, in_chunks, make_case, with_shared_prefixes
+from tests.ops.attention.attention_cases import CACHES, alone, check, grid, in_chunks, make_case, with_shared_prefixes
 from tests.ops.attention.cpu_kernel import Attend, attend_on, every_set
+from tests.ops.in_rows import InRows
 from tests.ops.instruction_sets import skip_without
 
 OP = "attention_cpu"
@@ -37,33 +38,30 @@ def test_neighbours_change_no_bit(attend: Attend, kind: str, options: dict) -> N
         assert torch.equal(attend(*alone(case, request).args()), together[case.rows(request)])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "block_size", "head_dim"),
-    [(torch.bfloat16, 16, 64), (torch.bfloat16, 4, 40), (torch.float32, 16, 128), (torch.float16, 32, 64)],
-    ids=str,
-)
+@EXACT
+@pytest.mark.parametrize(("block_size", "head_dim"), [(16, 64), (4, 40)])
 def test_blocks_that_lie_apart_change_no_bit(
-    kernels: native.Kernels, dtype: torch.dtype, block_size: int, head_dim: int
+    kernels: native.Kernels, options: dict, block_size: int, head_dim: int
 ) -> None:
-    """A CPU's cache has those of other layers between them, which are left alone."""
-    case = make_case(**MIXED, dtype=dtype, block_size=block_size, head_dim=head_dim)
-    values, shape = case.values(), case.k_cache.shape
-    size = shape[1:].numel()
-    others, *apart, others_too = native.huge_zeros_in_rows(shape[0], 4 * size + 3 * head_dim, 4 * [shape[1:]], dtype)
-    for tensor, name in zip(apart, ("k_cache", "v_cache"), strict=True):
-        values[name] = torch.randn(shape).to(dtype)
-        tensor.copy_(values[name])
-    together = kernels.run("paged_attention", *values.values())
-    in_rows = dict(zip(("k_cache", "v_cache"), apart, strict=True))
-    assert torch.equal(kernels.run("paged_attention", *(values | in_rows).values()), together)
-    assert all(torch.equal(tensor, values[name]) for name, tensor in in_rows.items())
-    assert not others.any()
-    assert not others_too.any()
-    with pytest.raises(ValueError, match="k_cache and v_cache must have the same strides"):
-        kernels.run("paged_attention", *(values | {"k_cache": apart[0]}).values())
-    halves = torch.zeros(*shape[:3], 2 * head_dim, dtype=dtype)[..., :head_dim]
-    with pytest.raises(ValueError, match="v_cache must have contiguous blocks, whole rows apart, got strides"):
-        kernels.run("paged_attention", *(values | {"v_cache": halves}).values())
+    """A CPU's cache has those of other layers between them, which are left alone; all other tests have it so, too."""
+    case = make_case(**MIXED, **options, block_size=block_size, head_dim=head_dim)
+    found = []
+    for in_rows in (False, True):
+        values = case.values()
+        found.append([attend_on(kernels, in_rows=in_rows)(*values.values()), *(values[name] for name in CACHES)])
+    for apart, together in zip(*found, strict=True):
+        assert (apart is together is None) or torch.equal(apart.view(torch.uint8), together.view(torch.uint8))
+
+
+def test_blocks_that_are_not_contiguous_are_refused(kernels: native.Kernels) -> None:
+    values = make_case(**MIXED, kv_dtype=torch.int8).values()
+    caches = [values[name] for name in CACHES]
+    for name, apart in zip(CACHES, InRows(caches).copies, strict=True):
+        with pytest.raises(ValueError, match=f"k{name[1:]} and v{name[1:]} must have the same strides"):
+            kernels.run("paged_attention", *(values | {name: apart}).values())
+        wide = torch.zeros(*apart.shape[:-1], 2 * apart.shape[-1], dtype=apart.dtype)
+        with pytest.raises(ValueError, match=f"{name} must have contiguous blocks, got strides"):
+            kernels.run("paged_attention", *(values | {name: wide[..., ::2]}).values())
 
 
 @pytest.mark.battery

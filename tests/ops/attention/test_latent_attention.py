@@ -13,6 +13,7 @@ from compiled_llm.ops.kernel_build import isas_of
 from tests.drawn import cases, drawn
 from tests.ops.attention.attention_cases import (
     ALL_KV_DTYPES,
+    CACHES,
     TOLERANCE,
     alone,
     check,
@@ -80,6 +81,20 @@ _SOME = drawn(_SET_VALUES, 30)
 def test_every_instruction_set(kernels: native.Kernels, name: str, dtype: torch.dtype, isa: str, kv_dtype: str) -> None:
     skip_without(kernels, isa)
     check(make_case(**GRID[name], dtype=dtype, kv_dtype=ALL_KV_DTYPES[kv_dtype]), attend_on(kernels, isa, latent=True))
+
+
+@EXACT
+@pytest.mark.parametrize("name", ["mixed", "odd-sizes"])
+def test_blocks_that_lie_apart_change_no_bit(
+    kernels: native.Kernels, name: str, dtype: torch.dtype, kv_dtype: torch.dtype | None, window: int
+) -> None:
+    case, found = make_case(**GRID[name], dtype=dtype, kv_dtype=kv_dtype, window=window), []
+    for in_rows in (False, True):
+        values = case.values()
+        attend = attend_on(kernels, latent=True, in_rows=in_rows)
+        found.append([attend(*values.values()), *(values[name] for name in CACHES)])
+    for apart, together in zip(*found, strict=True):
+        assert (apart is together is None) or torch.equal(apart.view(torch.uint8), together.view(torch.uint8))
 
 
 @EXACT

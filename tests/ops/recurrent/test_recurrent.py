@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_recurrent_gated_delta_rule
 
 from compiled_llm.ops import native
+from tests.ops.in_rows import InRows
 from tests.ops.instruction_sets import by_set, skip_without
 from tests.ops.recurrent.recurrent_cases import (
     CASES,
@@ -40,8 +42,16 @@ LARGE = (
 
 
 def kernel(case: Case, isa: str | None = None) -> Callable[..., Tensor]:
-    kernels = skip_without(KERNELS, isa or "portable")
-    return lambda *args: kernels.run(case.name, *args, isa=isa)
+    """It gets the states where an engine has them."""
+    kernels, place = skip_without(KERNELS, isa or "portable"), case.order().index("state")
+
+    def run(*args: Any) -> Tensor:
+        rows = InRows([args[place]])
+        out = kernels.run(case.name, *args[:place], *rows.copies, *args[place + 1 :], isa=isa)
+        rows.put_back([args[place]])
+        return out
+
+    return run
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -110,6 +120,15 @@ def test_a_state_on_the_way_is_the_state_of_a_step_that_ends_there(make: Callabl
         request = [Request(after, 3, 1, ((after, 1),))]
         _, alone = case.run(kernel(case, isa), step(request, 0)[1], tokens=slice(after))
         assert torch.equal(states[slot], alone[1])
+
+
+@pytest.mark.parametrize("make", CASES.values(), ids=CASES)
+def test_slots_that_lie_apart_change_no_bit(make: Callable) -> None:
+    tokens, indices = step(MIXED)
+    case = make(torch.bfloat16, tokens)
+    contiguous = case.run(getattr(torch.ops.compiled_llm, case.name), indices)
+    for got, wanted in zip(case.run(kernel(case), indices), contiguous, strict=True):
+        assert torch.equal(got, wanted)
 
 
 @pytest.mark.parametrize("make", CASES.values(), ids=CASES)
@@ -189,6 +208,7 @@ def test_convolution_refuses_by_name(change: Callable, error: type[Exception], m
     [
         (replace(state=lambda s: s.half()), "state must be .* of float32"),
         (replace(A_log=torch.ones(3)), r"A_log must be \[2\]"),
+        (replace(state=lambda s: s.mT.contiguous().mT), "state must have contiguous slots"),
         (replace(b=lambda b: b.half()), r"b must be \[\d+, 2\] of float32"),
         (replace(v=lambda v: v[:, :1].expand(-1, 3, -1)), "state must be"),
         (replace(k=lambda k: k.transpose(1, 2).contiguous().transpose(1, 2).expand(-1, 2, -1)), "k must be"),
