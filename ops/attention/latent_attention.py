@@ -37,8 +37,8 @@ def latent_attention(
         q_latent: ``[T, N, C]``; float32, bfloat16 or float16; any strides with the last one 1.
         q_turned: ``[T, N, H]``, k_turned: ``[T, 1, H]``, latent: ``[T, 1, C]``; dtype of ``q_latent``; any strides with
             the last one 1.
-        k_cache: ``[B, 1, S, H]``, v_cache: ``[B, 1, S, C]``: contiguous; dtype of ``q_latent``, or int8 or
-            float8_e4m3fn; written in place.
+        k_cache: ``[B, 1, S, H]``, v_cache: ``[B, 1, S, C]``: of contiguous blocks, which may be apart; dtype of
+            ``q_latent``, or int8 or float8_e4m3fn; written in place.
         k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens, max_query_len, window, ancestors: as of
             ``paged_attention``.
         sm_scale: positive scale of the scores.

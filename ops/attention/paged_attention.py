@@ -45,16 +45,15 @@ def paged_attention(
 ) -> Tensor:  # fmt: skip
     """Write ``k`` and ``v`` to the cache, then return causal attention of ``q`` over the cache.
 
-    Index tensors, scales and sinks are contiguous. Kernels take H up to 512.
+    Index tensors and sinks are contiguous. Kernels take H up to 512.
 
     Args:
         q: ``[T, N, H]``; float32, bfloat16 or float16; any strides with the last one 1. N is a multiple of K.
         k, v: ``[T, K, H]``, dtype of ``q``; any strides with the last one 1.
-        k_cache, v_cache: ``[B, K, S, H]`` contiguous; dtype of ``q``, or int8 or float8_e4m3fn; written in place. On a
-            CPU blocks in the dtype of ``q``, each contiguous, may also be any number of rows ``[H]`` apart, the same in
-            both.
+        k_cache, v_cache: ``[B, K, S, H]`` contiguous; dtype of ``q``, or int8 or float8_e4m3fn; written in place.
         k_scale, v_scale: ``[B, K, S]`` float32 contiguous, written in place, if the cache is int8 or float8_e4m3fn;
-            else None.
+            else None. On a CPU blocks of caches and scales, each contiguous, may also be apart: those of both caches
+            equally far, and those of both scales.
         slot_mapping: ``[T]`` int32, token -> block * S + offset. Padding tokens have slots of a block nobody reads.
         block_table: ``[R, M]`` int32; entries past a request's length are never read.
         query_start_loc: ``[R + 1]`` int32, prefix sums of the query lengths; starts at 0, ends at or below T.

@@ -29,7 +29,8 @@ def gated_delta_rule(
             key head ``h // (HV // HK)``.
         a, b: ``[T, HV]``, dtype of ``q``, any strides with the last one 1.
         A_log, dt_bias: ``[HV]`` float32.
-        state: ``[slots, HV, dk, dv]`` float32 contiguous, written in place; in this order on every device.
+        state: ``[slots, HV, dk, dv]`` float32 contiguous, written in place; in this order on every device. On a CPU
+            slots, each contiguous, may be apart.
         query_start_loc, seq_lens: as ``paged_attention`` has them. A request starts from zeros where ``seq_lens`` says
             that it has no tokens but those of this step.
         read_slot, write_slot, write_after: of ``StateRows``.

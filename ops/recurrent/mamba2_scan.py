@@ -28,7 +28,8 @@ def mamba2_scan(
         B, C: ``[T, G, N]``, dtype of ``x``; any strides with the last one 1. H is a multiple of G: head h has group
             ``h // (H // G)``.
         A_log, D, dt_bias: ``[H]`` float32.
-        state: ``[slots, H, P, N]`` float32 contiguous, written in place; in this order on every device.
+        state: ``[slots, H, P, N]`` float32 contiguous, written in place; in this order on every device. On a CPU slots,
+            each contiguous, may be apart.
         query_start_loc, seq_lens: as ``paged_attention`` has them. A request starts from zeros where ``seq_lens`` says
             that it has no tokens but those of this step.
         read_slot, write_slot, write_after: of ``StateRows``.

@@ -24,7 +24,8 @@ def short_convolution(
         x: ``[T, C]``; float32, bfloat16 or float16; rows may be strided, the last stride is 1.
         weight: ``[C, width]`` contiguous, dtype of ``x``, ``width`` from 2 to 8.
         bias: ``[C]``, dtype of ``x``, or None.
-        state: ``[slots, width - 1, C]`` contiguous, dtype of ``x``, written in place.
+        state: ``[slots, width - 1, C]`` contiguous, dtype of ``x``, written in place. On a CPU slots, each
+            contiguous, may be apart.
         query_start_loc, seq_lens: as ``paged_attention`` has them. A request starts from zeros where ``seq_lens`` says
             that it has no tokens but those of this step.
         read_slot, write_slot, write_after: of ``StateRows``.
