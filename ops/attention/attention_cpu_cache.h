@@ -170,7 +170,8 @@ struct Tile {
   int64_t count = 0;          // of keys that exist
   const float* keys[kGroups];  // the first lane of 16 keys
   const float* values[kRows];  // one lane of keys, all columns
-  float k_scale[kTile], v_scale[kTile];
+  const float *k_scales[kGroups], *v_scales[kGroups];  // of 16 keys
+  float k_scale[kTile], v_scale[kTile];                // copies of them: see take_scales
 };
 
 // Rows of a unit's tree that follow one another, each the child of the one before: what they see are the keys of its
@@ -214,9 +215,19 @@ TARGET void find_tile(const Problem& p, const Unit& unit, int64_t first, int64_t
       tile.values[g * kLanesOfKeys + i] = reinterpret_cast<const float*>(values + i * p.head_dim * kWidth);
     if (p.k_scale != nullptr) {
       const int64_t scales = p.scales(*table, unit.kv_head) + offset;
-      store(tile.k_scale + g * kLanes, load(p.k_scale + scales));
-      store(tile.v_scale + g * kLanes, load(p.v_scale + scales));
+      prefetch(tile.k_scales[g] = p.k_scale + scales);
+      prefetch(tile.v_scales[g] = p.v_scale + scales);
     }
+  }
+}
+
+// Copies the scales of a tile that find_tile() found: a tile later, when they have come.
+template <class C>
+TARGET void take_scales(const Problem& p, Tile<C>& tile) {
+  if (p.k_scale == nullptr) return;
+  for (int64_t g = 0; g < tile.kGroups; ++g) {
+    store(tile.k_scale + g * kLanes, load(tile.k_scales[g]));
+    store(tile.v_scale + g * kLanes, load(tile.v_scales[g]));
   }
 }
 

@@ -82,8 +82,10 @@ TARGET void attend(const Problem& p, const Item& item, float* states) {
         if (in_runs) {
           if (apart) {
             find_tile(p, unit, first, branch.keys, tile);
+            take_scales(p, tile);
             gather_branch(p, unit, first, branch, gathered, tile);
           } else {
+            take_scales(p, tile);
             now ^= 1;
             find_tile(p, unit, first + kTile, unit.keys, tiles[now]);
             if (tiles[now].count > 0) next = &tiles[now];

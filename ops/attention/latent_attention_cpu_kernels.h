@@ -76,6 +76,7 @@ TARGET void find_keys(const Problem& part, const Unit& unit, int64_t first, cons
                       bool in_runs, Tile<C>& tile, KeyOperands<O, C>& to) {
   if (in_runs) {
     find_tile(part, unit, first, branch.keys, tile);
+    take_scales(part, tile);
     if (apart) gather_branch(part, unit, first, branch, to.gathered, tile, false);
     if constexpr (kRaw<O, C>) {
       std::copy(std::begin(tile.keys), std::end(tile.keys), to.keys);
