@@ -222,12 +222,14 @@ class Rating:
         all_drafts: the replay that takes all drafts.
         rates: tokens a second, by batch size.
         ratios: of these to the rates without drafts.
+        drafts: what a model does for them; None: the method drafts from tokens alone.
     """
 
     config: Mapping[str, Any]
     all_drafts: Replay
     rates: Mapping[int, float]
     ratios: Mapping[int, float]
+    drafts: KnownDrafts | None = None
 
     @property
     def gain(self) -> float:
@@ -291,7 +293,7 @@ def tune(
         }
         every = replay(requests, alone, SpeculativeConfig.of({**config, "adaptive": False}), None, known)
         ratios = {size: rates[size] / plain[size] for size in batch_sizes}
-        ratings.append(Rating(config, every, rates, ratios))
+        ratings.append(Rating(config, every, rates, ratios, known))
     again = min((known.num_again / known.num_tokens for known in drafts.values() if known.num_tokens), default=None)
     return Result(len(requests), sum(len(one.output_token_ids) for one in requests), plain, ratings, again)
 
@@ -349,7 +351,13 @@ def as_json(result: Result) -> dict[str, Any]:
     """The result in plain values."""
 
     def of(rating: Rating) -> dict[str, Any]:
-        counted = rating.all_drafts
+        counted, drafts = rating.all_drafts, rating.drafts
+        network = {}
+        if drafts is not None and drafts.seconds:
+            network = {
+                "network_seconds": _by_size(drafts.seconds),
+                "network_seconds_a_token_read": drafts.reading_seconds,
+            }
         return {
             "speculative_config": dict(rating.config),
             "num_drafts": counted.num_drafts,
@@ -359,6 +367,7 @@ def as_json(result: Result) -> dict[str, Any]:
             "draft_seconds": counted.draft_seconds,
             "tokens_per_second": _by_size(rating.rates),
             "ratio": _by_size(rating.ratios),
+            **network,
         }
 
     return {

@@ -1,5 +1,6 @@
 """What a model does for drafts is seen once: replays with that count what an engine counts that drafts by a model."""
 
+import contextlib
 import dataclasses
 import random
 from collections.abc import Mapping
@@ -23,7 +24,11 @@ _DRAFTERS = DEMO_MODEL.parent / "demo_drafters"
 def engine_of(config: Mapping[str, Any], **others: Any) -> CompiledEngine:
     values: dict[str, Any] = {"bucket_sizes": (1, 4), "max_num_seqs": 3, "max_num_batched_tokens": 48, **others}
     return CompiledEngine(
-        enforce_eager=True, enable_prefix_caching=False, speculative_config=dict(config), progress="off", **values
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        speculative_config={**config, "adaptive": False},
+        progress="off",
+        **values,
     )
 
 
@@ -59,7 +64,7 @@ def test_counts_are_those_of_an_engine(config: Mapping[str, Any]) -> None:
         SamplingParams(temperature=0.4 * (number % 3), max_tokens=rng.randint(2, 30), ignore_eos=True, seed=number)
         for number in range(len(prompts))
     ]
-    with engine_of({**config, "adaptive": False}) as engine:
+    with engine_of(config) as engine:
         plain = engine.generate(prompts, params, use_tqdm=False)
         tokens = plain[1].outputs[0].token_ids
         params[1] = dataclasses.replace(params[1], stop_token_ids=(tokens[len(tokens) // 2],))
@@ -82,3 +87,79 @@ def test_counts_are_those_of_an_engine(config: Mapping[str, Any]) -> None:
     if wanted.method != "lookahead":
         num_read = sum(len(one.prompt_token_ids) for one in requests)
         assert found.draft_seconds > 0.001 * 10 + 0.0001 * num_read
+
+
+def test_a_network_drafts_behind_tokens_that_the_model_would_not_have_sampled() -> None:
+    """What a draft model drafts is what it says by itself behind the prompt and the outputs of the trace."""
+    rng = random.Random(2)
+    requests = [
+        KnownRequest(
+            [rng.randrange(300, 4000) for _ in range(length)],
+            [rng.randrange(300, 4000) for _ in range(5)],
+            sampling_params=SamplingParams(temperature=0),
+        )
+        for length in (20, 3)
+    ]
+    config = config_of("draft_model", num_speculative_tokens=3)
+    with engine_of(config) as engine:
+        known = draft_recording.record(engine, SpeculativeConfig.of(config), requests)
+    assert (known.num_tokens, known.num_again) == (10, 0)
+    places = [(number, len(one.prompt_token_ids) + more) for number, one in enumerate(requests) for more in (1, 2, 4)]
+    prompts = [[*requests[number].prompt_token_ids, *requests[number].output_token_ids][:end] for number, end in places]
+    with CompiledEngine(config["model"], enforce_eager=True, bucket_sizes=(8,), progress="off") as drafter:
+        outputs = drafter.generate(
+            prompts, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False
+        )
+    assert [known.drafts[place] for place in places] == [tuple(out.outputs[0].token_ids) for out in outputs]
+
+
+def test_what_drafting_takes_is_measured_for_so_many_requests() -> None:
+    """Of one token each there is no step to draft for; of those that have more, the longest are served."""
+    config = config_of("medusa", num_speculative_tokens=1)
+    requests = [KnownRequest([number, 7, 8], [9] * (1 + 11 * (number > 0)), number == 2) for number in range(3)]
+    wanted = SpeculativeConfig.of(config)
+    with engine_of(config) as engine:
+        known = draft_recording.with_seconds(KnownDrafts(), engine, wanted, requests, [1, 2, 3])
+        with pytest.raises(ValueError, match="must have more than one token"):
+            draft_recording.with_seconds(KnownDrafts(), engine, wanted, requests[:1], [1])
+        long = KnownRequest(range(5), [1] * engine.scheduler.request_capacity)
+        with pytest.raises(ValueError, match="a request of the trace has 1029 tokens with its output"):
+            draft_recording.record(engine, wanted, [long])
+    assert set(known.seconds) == {1, 2}
+    assert min(known.seconds.values()) > 0
+
+
+def test_seconds_of_drafting_between_those_that_were_measured() -> None:
+    known = KnownDrafts(seconds={1: 1.0, 4: 4.0, 16: 10.0})
+    assert [known.drafting_seconds(size) for size in (1, 3, 4, 10, 16, 20)] == [1.0, 3.0, 4.0, 7.0, 10.0, 10.0]
+
+
+def test_the_longest_chain_is_recorded_once_and_each_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded, measured, started = list[int](), list[int](), list[int]()
+
+    def record(engine: Any, config: SpeculativeConfig, requests: Any) -> KnownDrafts:
+        recorded.append(config.num_tokens)
+        return KnownDrafts(num_tokens=config.num_tokens)
+
+    def with_seconds(known: KnownDrafts, engine: Any, config: SpeculativeConfig, *others: Any) -> KnownDrafts:
+        measured.append(config.num_tokens)
+        return dataclasses.replace(known, seconds={1: float(config.num_tokens)})
+
+    def start(config: Mapping[str, Any]) -> Any:
+        started.append(config["num_speculative_tokens"])
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(draft_recording, "record", record)
+    monkeypatch.setattr(draft_recording, "with_seconds", with_seconds)
+    tree = config_of("medusa", num_speculative_tokens=7, speculative_token_tree="auto")
+    configs = [{"method": "ngram", "num_speculative_tokens": 15}, config_of("medusa", num_speculative_tokens=2)]
+    configs += [config_of("medusa", num_speculative_tokens=4), tree, config_of("eagle3", num_speculative_tokens=1)]
+    found = draft_recording.of_networks(start, [], configs, [1])
+    assert started == measured == [7, 4, 2, 1]
+    assert recorded == [7, 4, 1]
+    assert {place: (known.num_tokens, known.seconds[1]) for place, known in found.items()} == {
+        1: (4, 2.0),
+        2: (4, 4.0),
+        3: (7, 7.0),
+        4: (1, 1.0),
+    }
