@@ -27,9 +27,8 @@ LEAST_GAIN = 1.02  # over no drafts, that is worth a setting
 LEAST_AGAIN = 0.98  # of the tokens: others come of kernels that round in another way
 _NOT_AGAIN = (
     "So they were sampled with other parameters or seeds, and what a model would have drafted with those is not known. "
-    "Its drafts are right less often here than they would be with the seeds of these outputs, if the parameters are "
-    "right; if they are not, the figures of such methods say little. Give the parameters and seed of that run, or "
-    "rows without outputs, which are served first"
+    "Its drafts are right far less often here than they would be. Give the parameters and seed of that run; or "
+    "--serve-again, and the model answers the prompts anew"
 )
 
 
@@ -115,6 +114,22 @@ def _are_ids(value: Any) -> bool:
         and len(value) > 0
         and all(type(item) is int and 0 <= item < 2**31 - 1 for item in value)
     )
+
+
+def to_be_served(lines: Sequence[TraceLine]) -> list[TraceLine]:
+    """``lines`` without their outputs: rows that ask for as many of the same lengths."""
+    made = []
+    for place, line in enumerate(lines):
+        if line.prompt is None:
+            made.append(line)
+            continue
+        longest = max(len(tokens) for tokens, _ in line.outputs)
+        name = "prompt" if isinstance(line.prompt, str) else "prompt_token_ids"
+        sampling = {"n": len(line.outputs), "max_tokens": longest}
+        row = row_of_object(place, line.name, {name: line.prompt, "sampling_params": sampling})
+        assert row.error is None, row.error
+        made.append(TraceLine(line.name, None, (), row))
+    return made
 
 
 # -- Seconds of steps

@@ -11,10 +11,11 @@ outputs are served again by the scheduler with each method, with no model: what 
 right, follows from the tokens. What a network drafts follows from more than that: an engine with each such method, and
 with each number of its drafts, starts once, computes over prompts and outputs what it would draft behind each token,
 and measures what that takes. Outputs of a trace are taken to be sampled with the flags of sampling, with the seeds that
-``batch`` gives; how many of their tokens the model samples again is said. The start measures steps of each number of
-requests and drafts; ``--step-seconds`` takes those that ``--json`` of an earlier run wrote, and needs for methods that
-draft from tokens alone the model's tokenizer alone, or not even that where the trace has ``prompt_token_ids``. The last
-lines are the flag to paste and a line of JSON.
+``batch`` gives; how many of their tokens the model samples again is said. ``--serve-again`` takes prompts and lengths
+alone, for outputs of seeds that nobody knows. The start measures steps of each number of requests and drafts;
+``--step-seconds`` takes those that ``--json`` of an earlier run wrote, and needs for methods that draft from tokens
+alone the model's tokenizer alone, or not even that where the trace has ``prompt_token_ids``. The last lines are the
+flag to paste and a line of JSON.
 
 Exit status: 0, also where no method is worth it; 1 if the model cannot answer a row; 2 for bad arguments.
 """
@@ -68,6 +69,7 @@ def parser(program: str) -> FlagParser:
     sizes = "requests at once (default: 1 4 16)"
     add("--batch-sizes", type=int, nargs="+", default=[1, 4, 16], metavar="N", help=sizes)
     add("--max-requests", type=int, default=200, metavar="N", help="of the trace, the first ones (default: 200)")
+    add("--serve-again", action="store_true", help="the model answers all prompts anew; outputs say how long")
     add("--step-seconds", type=Path, metavar="FILE", help="take those of an earlier --json instead of measuring")
     tables.add_json_flag(made)
     add_sampling_arguments(made, _NO_OUTPUT, **DEFAULT_SAMPLING)
@@ -85,6 +87,8 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
         if len(lines) > args.max_requests:
             print(f"{program}: the first {args.max_requests} of {len(lines)} requests are taken (--max-requests)")
             lines = lines[: args.max_requests]
+        if args.serve_again:
+            lines = speculation.to_be_served(lines)
         seconds: dict[tuple[int, int], float] = {}
         one_graph = True
         if args.step_seconds is not None:
@@ -95,8 +99,11 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     with errors_end(program), errors_end(program, (_UnansweredError,), status=1):
         drafts: dict[int, KnownDrafts] = {}
         if args.step_seconds is None or "lookahead" in args.methods or any(line.row is not None for line in lines):
-            with _started(args, {"method": "ngram", "num_speculative_tokens": _most_drafts(configs)}) as engine:
-                if args.step_seconds is None:
+            most, measures = max(config["num_speculative_tokens"] for config in configs), args.step_seconds is None
+            # Any method that drafts so many has its engine measure the steps.
+            drafting = {"method": "ngram", "num_speculative_tokens": most, "adaptive": measures}
+            with _started(args, drafting) as engine:
+                if measures:
                     assert engine.scheduler.drafts is not None
                     seconds = dict(engine.scheduler.drafts.costs.measured)
                     one_graph = engine.scheduler.limits.mixes_lens
@@ -171,10 +178,6 @@ def _started(args: argparse.Namespace, drafting: Mapping[str, Any]) -> "Compiled
             wait_for_compile=True,
         )
     )
-
-
-def _most_drafts(configs: Sequence[Mapping[str, Any]]) -> int:
-    return max(config["num_speculative_tokens"] for config in configs)
 
 
 def _of_networks(
