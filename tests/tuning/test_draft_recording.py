@@ -11,8 +11,10 @@ import pytest
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.api.speculative_config import SpeculativeConfig
 from compiled_llm.checkpoint.model_files import DEMO_MODEL
+from compiled_llm.scheduling.request import RequestId
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.tuning import draft_recording
-from compiled_llm.tuning.draft_replay import KnownDrafts, KnownRequest, replay
+from compiled_llm.tuning.draft_replay import KnownDrafts, KnownRequest, Served, replay, wrong_drafts
 
 _CODE = (
     "def read_rows(path, separator):\n    with open(path) as file:\n        rows = [line.split(separator) for line in"
@@ -85,6 +87,12 @@ def test_counts_are_those_of_an_engine(config: Mapping[str, Any]) -> None:
     assert found.num_accepted_by_position == stats.num_accepted_by_position
     assert found.num_accepted == stats.num_accepted_draft_tokens > 3
     if wanted.method != "lookahead":
+        places = {
+            (number, len(one.prompt_token_ids) + count)
+            for number, one in enumerate(requests)
+            for count in range(1, len(one.output_token_ids) - 1)
+        }
+        assert places <= known.drafts.keys(), "behind each token, whatever was right before"
         num_read = sum(len(one.prompt_token_ids) for one in requests)
         assert found.draft_seconds > 0.001 * 10 + 0.0001 * num_read
 
@@ -127,6 +135,23 @@ def test_what_drafting_takes_is_measured_for_so_many_requests() -> None:
             draft_recording.record(engine, wanted, [long])
     assert set(known.seconds) == {1, 2}
     assert min(known.seconds.values()) > 0
+
+
+def test_what_stands_before_a_wrong_draft_does_not_depend_on_the_step() -> None:
+    """One that begins earlier, with a right draft, samples behind the same two wrong ones."""
+    known = KnownRequest([7, 8, 9], [10, 11, 12, 13])
+    found = []
+    for start, drafts in ((2, (10, 20, 21)), (3, (20, 21)), (3, (11, 12))):
+        output = SchedulerOutput(
+            request_ids=(RequestId("5"),),
+            num_scheduled_tokens=(1 + len(drafts),),
+            num_computed_tokens=(start,),
+            num_samples=(1 + len(drafts),),
+            token_ids=(0, *drafts),
+        )
+        found.append(list(wrong_drafts(output, [Served(known, 5)])))
+    wrong = [(5, 4, (20,)), (5, 4, (20, 21))]
+    assert found == [list(zip((2, 3), wrong, strict=True)), list(zip((1, 2), wrong, strict=True)), []]
 
 
 def test_seconds_of_drafting_between_those_that_were_measured() -> None:
