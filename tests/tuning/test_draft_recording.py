@@ -3,7 +3,8 @@
 import contextlib
 import dataclasses
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from compiled_llm.scheduling.request import RequestId
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.tuning import draft_recording
 from compiled_llm.tuning.draft_replay import KnownDrafts, KnownRequest, Served, replay, wrong_drafts
+from tests.mtp_checkpoints import guessing_checkpoint
 
 _CODE = (
     "def read_rows(path, separator):\n    with open(path) as file:\n        rows = [line.split(separator) for line in"
@@ -59,20 +61,34 @@ def config_of(method: str, **fields: Any) -> dict[str, Any]:
 )
 def test_counts_are_those_of_an_engine(config: Mapping[str, Any]) -> None:
     """Greedy requests and others that come and go beside each other, with prompts in chunks; one ends by a stop."""
-    wanted = SpeculativeConfig(**{**config, "adaptive": False})
     rng = random.Random(4)
-    prompts = [_CODE[start : start + rng.randint(8, 240)] for start in range(0, 70, 10)]
+    check_counts(config, [_CODE[start : start + rng.randint(8, 240)] for start in range(0, 70, 10)])
+
+
+@pytest.mark.battery
+def test_counts_of_the_layer_that_a_checkpoint_guesses_with(tmp_path: Path) -> None:
+    model = guessing_checkpoint("deepseek-v3", tmp_path, 0.02)
+    rng = random.Random(5)
+    prompts = [[rng.randrange(1, 90) for _ in range(rng.randint(3, 60))] for _ in range(7)]
+    check_counts(config_of("mtp", num_speculative_tokens=3), prompts, model=str(model), dtype="float32")
+
+
+def check_counts(config: Mapping[str, Any], prompts: Sequence[Any], **arguments: Any) -> None:
+    wanted = SpeculativeConfig(**{**config, "adaptive": False})
+    rng = random.Random(6)
     params = [
         SamplingParams(temperature=0.4 * (number % 3), max_tokens=rng.randint(2, 30), ignore_eos=True, seed=number)
         for number in range(len(prompts))
     ]
-    with engine_of(config) as engine:
+    with engine_of(config, **arguments) as engine:
         plain = engine.generate(prompts, params, use_tqdm=False)
         tokens = plain[1].outputs[0].token_ids
         params[1] = dataclasses.replace(params[1], stop_token_ids=(tokens[len(tokens) // 2],))
         before = engine.stats()
         outputs = engine.generate(prompts, params, use_tqdm=False)
         stats, limits = engine.stats().since(before), engine.scheduler.limits
+        if wanted.has_trees:  # which nodes are chosen depends on what was right before
+            outputs, stats = plain, before
         requests = [
             KnownRequest(out.prompt_token_ids, one.token_ids, one.finish_reason == "length", own, own.seed or 0)
             for out, own in zip(outputs, params, strict=True)
