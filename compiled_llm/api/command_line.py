@@ -23,6 +23,7 @@ from compiled_llm.api.config import EngineConfig
 from compiled_llm.api.flag_help import short_help, usage
 from compiled_llm.api.names import ENGINE_ARGUMENTS, SAMPLING_PARAMETERS, did_you_mean, name_hint
 from compiled_llm.api.sampling_params import SamplingParams
+from compiled_llm.api.speculative_config import METHODS
 
 _MAX_SHOWN = 200  # characters of the command line in an error
 # The arguments that ``--help`` shows, in its order; ``--help=all`` shows the others, too.
@@ -186,6 +187,21 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, without: Collection[
         without: parameters that would have no effect in a program, and get no flag.
     """
     _add(parser, "sampling", SamplingParams, SAMPLING_PARAMETERS, defaults, without=without, default=argparse.SUPPRESS)
+
+
+def add_drafters_flag(parser: argparse.ArgumentParser) -> None:
+    """``--drafters``: pairs of a method and the ``model`` of its ``speculative_config``."""
+    drafters = "what drafts by methods that need a model: draft_model=DIR eagle3=DIR"
+    parser.add_argument("--drafters", nargs="+", type=_drafter, default=[], metavar="METHOD=DIR", help=drafters)
+
+
+def _drafter(text: str) -> tuple[str, str]:
+    """``"eagle3=DIR"`` -> its two parts, for argparse."""
+    method, separator, directory = text.partition("=")
+    if method not in METHODS or "model" not in METHODS[method].fields or not separator:
+        methods = ", ".join(name for name in METHODS if "model" in METHODS[name].fields)
+        raise argparse.ArgumentTypeError(f"must be METHOD=DIR with a METHOD of {methods}, given {text!r}")
+    return method, directory
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.api import tables
-from compiled_llm.api.command_line import FlagParser, errors_end
+from compiled_llm.api.command_line import FlagParser, add_drafters_flag, errors_end
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.api.speculative_config import METHODS, NETWORK_METHODS, SpeculativeConfig
 from compiled_llm.bench.harness import TORCH_DTYPES, Row, finish, in_turns, median_ratio
@@ -96,8 +96,7 @@ def parser(program: str) -> FlagParser:
     made = engine_parser(program, "What speculation gives: tokens a second with each method and without.")
     add = made.add_argument
     add("--methods", nargs="+", default=["ngram", "suffix"], choices=tuple(METHODS), help="(default: ngram suffix)")
-    drafters = "what drafts by methods that need a model: draft_model=DIR eagle3=DIR"
-    add("--drafters", nargs="+", type=_drafter, default=[], metavar="METHOD=DIR", help=drafters)
+    add_drafters_flag(made)
     add("--widen", choices=SHAPES, metavar="SHAPE", help="serve --model and heads at the size of qwen3-0.6b, say")
     add("--trees", action="store_true", help="also with speculative_token_tree auto, of methods that have it")
     add("--acceptance", action="store_true", help="of networks: beside what rejection sampling would accept")
@@ -153,15 +152,6 @@ def measure(
             "draft_us": 1e6 * stats.draft_seconds / max(1, stats.num_output_tokens),
         }
     return results
-
-
-def _drafter(text: str) -> tuple[str, str]:
-    """``"eagle3=DIR"`` -> its two parts, for argparse."""
-    method, separator, directory = text.partition("=")
-    if method not in METHODS or "model" not in METHODS[method].fields or not separator:
-        methods = ", ".join(name for name in METHODS if "model" in METHODS[name].fields)
-        raise argparse.ArgumentTypeError(f"must be METHOD=DIR with a METHOD of {methods}, given {text!r}")
-    return method, directory
 
 
 def method_config(name: str, drafters: Mapping[str, str], **fields: Any) -> dict[str, Any] | None:

@@ -58,6 +58,11 @@ class PreparedRequest:
         return f"<PreparedRequest: {len(self.prompt.token_ids)} prompt tokens, {self.params}>"
 
 
+def seed_of(seed: int, number: int) -> int:
+    """The seed of a request's continuation of this number, from that of the first."""
+    return derived_seed(f"{seed}/{number}") if number else seed
+
+
 class Admission:
     """Makes requests for one model, in two parts. Any thread may ``prepare``, which may take long; ``admit`` is quick.
 
@@ -205,7 +210,7 @@ class Admission:
                 request_id=RequestId(request_id, index),
                 prompt_token_ids=computed,
                 sampling_params=params,
-                seed=seed if is_first else derived_seed(f"{seed}/{index}"),
+                seed=seed_of(seed, index),
                 stop_token_ids=prepared.stop_token_ids,
                 max_num_tokens=prepared.max_num_tokens,
                 arrival_time=time.monotonic(),

@@ -76,7 +76,7 @@ class EngineCore:
         self._step_logprobs = StepLogprobs(reader, self._completions, self._beams)
 
     def _new_scheduler(self) -> Scheduler:
-        scheduler = _make_scheduler(self.config, self.worker.facts, self._drafter)
+        scheduler = make_scheduler(self.config, self.worker.facts, self._drafter)
         if self._transfers is not None and scheduler.tiers is not None:
             self._transfers.enter(scheduler.tiers)
         return scheduler
@@ -339,7 +339,7 @@ class EngineCore:
         self._advanced = deque(requests)
 
 
-def _make_scheduler(config: EngineConfig, facts: WorkerFacts, drafter: DraftSource | None) -> Scheduler:
+def make_scheduler(config: EngineConfig, facts: WorkerFacts, drafter: DraftSource | None) -> Scheduler:
     """An empty scheduler for the sizes of a worker and its pools of blocks."""
     limits = facts.limits
     windows = [WindowPool(*sizes, limits) for sizes in facts.window_places]

@@ -125,10 +125,7 @@ class RowServer:
         params = self._params
         if row.sampling:
             params = SamplingParams(**{**self._sampling, **row.sampling})
-        if params.seed is not None or params.greedy:
-            return params
-        # From the row's index, not from how many rows came before it: a resumed run must not change a token.
-        return dataclasses.replace(params, seed=derived_seed(f"{self._engine.config.seed}/{row.index}"))
+        return with_seed(params, self._engine.config.seed, row.index)
 
     def _result(self, row: Row, output: RequestOutput) -> RowResult:
         num_output = sum(len(completion.token_ids) for completion in output.outputs)
@@ -140,6 +137,16 @@ class RowServer:
         self.faults.update(kind for kind, count in failures.items() if count > self._failures[kind])
         self._failures = failures
         return RowResult(row.index, row.name, error_line(row, failure, is_users=False), failure, *counts)
+
+
+def with_seed(params: SamplingParams, engine_seed: int, index: int) -> SamplingParams:
+    """``params`` of the row of this index, with a seed if it needs one and has none.
+
+    It follows from the row's index, not from how many rows came before it: a resumed run must not change a token.
+    """
+    if params.seed is not None or params.greedy:
+        return params
+    return dataclasses.replace(params, seed=derived_seed(f"{engine_seed}/{index}"))
 
 
 def _refused(row: Row, error: str, *, is_users: bool) -> RowResult:

@@ -1,22 +1,24 @@
 """How drafts fare on outputs that are known: the scheduler serves them again, beside a worker that looks them up.
 
 The scheduler and the method are those of an engine, so what is drafted, how much of it a step takes and what is
-accepted are what an engine of the same limits would have. Only the seconds of a step are looked up, too.
+accepted are what an engine of the same limits would have. Only the seconds of a step are looked up, too; and what a
+model's part of drafting is, which ``draft_recording.py`` has seen before.
 """
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.api.sampling_params import SamplingParams
-from compiled_llm.api.speculative_config import SpeculativeConfig
-from compiled_llm.drafting.methods import host_source
+from compiled_llm.api.speculative_config import NETWORK_METHODS, SpeculativeConfig
+from compiled_llm.drafting.methods import host_source, network_source
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.bucket import Bucket, buckets_of, choose_bucket
 from compiled_llm.scheduling.costs import StepCosts
 from compiled_llm.scheduling.decode_costs import DecodeCosts
 from compiled_llm.scheduling.draft_trees import tree_depths
+from compiled_llm.scheduling.drafter import DraftSource
 from compiled_llm.scheduling.request import Request, RequestId, Status
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
@@ -34,15 +36,53 @@ class KnownRequest:
     Attributes:
         ends_by_length: its output ended since it was as long as was allowed: its last token is not drafted. Of others
             it is not known how many tokens were allowed; it is taken for many.
+        sampling_params, seed: that its tokens were sampled with, as far as that is known. What a model drafts depends
+            on them; what is looked up does not.
     """
 
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
     ends_by_length: bool = True
+    sampling_params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+    seed: int = 0
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+
+# (number of a request, position of a wrong draft in prompt and output, this draft and those that follow it)
+WrongDrafts = tuple[int, int, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class KnownDrafts:
+    """What a model and a network did where known requests were served with a method: see ``draft_recording.py``.
+
+    Attributes:
+        drafts: (number of a request, how many of its tokens are known) -> what the network gives to draft from.
+        samples: what the model samples behind wrong drafts.
+        seconds: in which the network drafts, by how many requests it drafts for; empty: there is no network.
+        reading_seconds: of a token that the network did not compute when the model did, as those of prompts.
+        num_tokens, num_again: tokens of outputs, and how many of them the model sampled again, by itself.
+    """
+
+    drafts: Mapping[tuple[int, int], tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    samples: Mapping[WrongDrafts, int] = dataclasses.field(default_factory=dict)
+    seconds: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    reading_seconds: float = 0.0
+    num_tokens: int = 0
+    num_again: int = 0
+
+    def drafting_seconds(self, num_requests: int) -> float:
+        """On the line between the nearest numbers of requests that were measured."""
+        sizes = sorted(self.seconds)
+        least, most = sizes[0], sizes[-1]
+        num_requests = min(max(num_requests, least), most)
+        below = max(size for size in sizes if size <= num_requests)
+        above = min(size for size in sizes if size >= num_requests)
+        share = (num_requests - below) / (above - below) if above > below else 0.0
+        return self.seconds[below] + share * (self.seconds[above] - self.seconds[below])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +92,7 @@ class Replay:
     Attributes:
         num_drafts, num_draft_tokens, num_accepted_by_position: as in ``EngineStats``.
         num_decode_tokens: tokens that steps without prompts gave; ``decode_seconds`` are those of these steps.
-        draft_seconds: that all looking for drafts took here.
+        draft_seconds: that all looking for drafts took here, and a network that drafts, prompts included.
     """
 
     num_drafts: int
@@ -108,6 +148,7 @@ def replay(
     limits: EngineLimits,
     config: SpeculativeConfig | None = None,
     seconds: StepSeconds | None = None,
+    known: KnownDrafts | None = None,
 ) -> Replay:
     """Serve ``requests`` once more, all there from the start, in their order.
 
@@ -115,33 +156,23 @@ def replay(
         limits: of the engine, without drafts or with any.
         config: how tokens are drafted; None: none are.
         seconds: of steps, of each batch size of ``limits`` some; None: 0, and ``adaptive`` must be off.
+        known: what a model drafts for these requests, in their order; None: the method drafts from tokens alone.
 
     Raises:
         ValueError: a vocabulary is too large for the method; ``seconds`` lack a batch size.
     """
-    source = None
+    source: DraftSource | None = None
     if config is not None:
         assert seconds is not None or not config.adaptive
-        source = host_source(config, _vocab_size(requests))
+        is_network = config.method in NETWORK_METHODS
+        source = network_source(config) if is_network else host_source(config, _vocab_size(requests))
         limits = limits.with_drafts(config.num_tokens, one_graph=limits.mixes_lens, has_trees=config.has_trees)
     buckets = buckets_of(limits)
-    costs = {
-        (bucket.num_requests, bucket.num_tokens): seconds_of(bucket, seconds) if seconds else 0.0
-        for bucket in buckets
-        if bucket.kind == "decode"
-    }
-    num_blocks = limits.max_num_seqs * (limits.blocks_per_request + 1)
-    # Where one graph serves all sizes, a step computes its own. What such a step takes follows from all that is known,
-    # with drafts and without.
-    pads = not limits.mixes_lens
-    measured = tuple((costs if pads else {**seconds, **costs}).items()) if seconds else ()
-    expected = DecodeCosts(measured, pads=pads)
-    scheduler = Scheduler(
-        limits, BlockPool(num_blocks), drafter=source, decode_seconds=measured, costs=StepCosts(pads=pads)
-    )
-    served = {RequestId(str(number)): _Served(known, number) for number, known in enumerate(requests)}
+    scheduler, expected = _scheduler_of(limits, source, seconds)
+    served = {RequestId(str(number)): Served(one, number) for number, one in enumerate(requests)}
     for one in served.values():
         scheduler.add(one.request)
+    model = _Model(known or KnownDrafts())
     num_tokens, decode_seconds = 0, 0.0
     while scheduler.has_unfinished_requests():
         output = scheduler.schedule()
@@ -154,7 +185,9 @@ def replay(
         starts = zip(running, output.num_computed_tokens, strict=True)
         has_prompts = any(start < len(one.request.prompt_token_ids) for one, start in starts)
         before = sum(len(one.request.output_token_ids) for one in running)
-        scheduler.update(output, StepResult(bucket, _sampled(output, running), seconds=step_seconds))
+        scheduler.update(output, model.result(output, running, bucket, step_seconds))
+        if scheduler.drafts is not None and output.drafts_next:
+            scheduler.drafts.take([one.request for one in running], model.draft(running))
         for one in running:
             one.end(scheduler)
         if not has_prompts:
@@ -169,6 +202,27 @@ def replay(
         decode_seconds,
         counts.draft_seconds,
     )
+
+
+def _scheduler_of(
+    limits: EngineLimits, source: DraftSource | None, seconds: StepSeconds | None
+) -> tuple[Scheduler, DecodeCosts]:
+    """A scheduler without requests, and what its steps are expected to take."""
+    costs = {
+        (bucket.num_requests, bucket.num_tokens): seconds_of(bucket, seconds) if seconds else 0.0
+        for bucket in buckets_of(limits)
+        if bucket.kind == "decode"
+    }
+    num_blocks = limits.max_num_seqs * (limits.blocks_per_request + 1)
+    # Where one graph serves all sizes, a step computes its own. What such a step takes follows from all that is known,
+    # with drafts and without.
+    pads = not limits.mixes_lens
+    measured = tuple((costs if pads else {**seconds, **costs}).items()) if seconds else ()
+    expected = DecodeCosts(measured, pads=pads)
+    scheduler = Scheduler(
+        limits, BlockPool(num_blocks), drafter=source, decode_seconds=measured, costs=StepCosts(pads=pads)
+    )
+    return scheduler, expected
 
 
 def seconds_of(bucket: Bucket, seconds: StepSeconds) -> float:
@@ -189,30 +243,41 @@ def seconds_of(bucket: Bucket, seconds: StepSeconds) -> float:
     return below[1] + (above[1] - below[1]) * (bucket.num_tokens - below[0]) / (above[0] - below[0])
 
 
-class _Served:
-    """A request of the scheduler, and its output as it is known."""
+class Served:
+    """A request of the scheduler, and its output as it is known.
 
-    def __init__(self, known: KnownRequest, number: int) -> None:
+    Args:
+        most_tokens: that a request may have in all; None: as many as it likes.
+    """
+
+    def __init__(self, known: KnownRequest, number: int, most_tokens: int | None = None) -> None:
         prompt, output = list(known.prompt_token_ids), list(known.output_token_ids)
-        self.output = output
+        self.number, self.output = number, output
         # A stop token ends it within a step, as in an engine, unless it was among the tokens before.
         stops = not known.ends_by_length and Counter(output)[output[-1]] == 1
         room = 0 if known.ends_by_length else 16
+        if most_tokens is not None:
+            room = min(room, most_tokens - known.num_tokens)
         self.request = Request(
             request_id=RequestId(str(number)),
             prompt_token_ids=prompt,
-            sampling_params=SamplingParams(max_tokens=len(output) + room),
-            seed=0,
+            sampling_params=_params_of(known.sampling_params, len(output) + room),
+            seed=known.seed,
             stop_token_ids=frozenset(output[-1:] if stops else ()),
             max_num_tokens=len(prompt) + len(output) + room,
             arrival_time=0.0,
         )
 
+    @property
+    def num_known(self) -> int:
+        """Tokens of prompt and output that the host knows."""
+        return len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
+
     def tokens(self, first_position: int, count: int) -> list[int]:
         """What is sampled at so many positions of prompt and output; past the end what no draft is equal to."""
         start = first_position - len(self.request.prompt_token_ids)
         tokens = self.output[start : start + count] if start >= 0 else []
-        return [*tokens, *[_NO_DRAFT] * (count - len(tokens))]
+        return [*tokens, *[NO_DRAFT] * (count - len(tokens))]
 
     def end(self, scheduler: Scheduler) -> None:
         """End the request where its output ended for a reason that the scheduler does not know."""
@@ -222,10 +287,75 @@ class _Served:
         scheduler.end(self.request, "stop")
 
 
-_NO_DRAFT = 2**31 - 1
+NO_DRAFT = 2**31 - 1  # no token
 
 
-def _sampled(output: SchedulerOutput, running: Sequence[_Served]) -> tuple[int, ...]:
+# What says how a token is chosen, and nothing of when an output ends or what is told of it.
+_OF_CHOICE = (
+    *("temperature", "top_p", "top_k", "min_p", "top_n_sigma"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logits_transforms"),
+)
+
+
+def _params_of(params: SamplingParams, max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, **{name: getattr(params, name) for name in _OF_CHOICE})
+
+
+class _Model:
+    """Gives the results of steps: tokens are known, and as far as ``known`` has it, what a model does besides."""
+
+    def __init__(self, known: KnownDrafts) -> None:
+        self._known = known
+        self._num_read: dict[int, int] = {}  # of each request, the tokens that a network has computed
+
+    def result(self, output: SchedulerOutput, running: Sequence[Served], bucket: Bucket, seconds: float) -> StepResult:
+        """Of a step that takes so many ``seconds`` without a network that drafts behind it.
+
+        That has no drafts in it: ``draft`` gives them, once the step is entered. Behind a wrong draft the token is what
+        the model samples there; -1: that is not known.
+        """
+        sampled = list(known_tokens(output, running))
+        for row, where in wrong_drafts(output, running):
+            sampled[row] = self._known.samples.get(where, -1)
+        if not output.drafts_next:
+            return StepResult(bucket, tuple(sampled), seconds=seconds)
+        drafted = [one for one, count in zip(running, output.num_samples, strict=True) if count]
+        num_lacking = sum(one.num_known - self._num_read.get(one.number, 0) for one in drafted)
+        drafting = self._known.drafting_seconds(len(drafted)) if drafted else 0.0
+        drafting += num_lacking * self._known.reading_seconds
+        return StepResult(
+            bucket,
+            tuple(sampled),
+            seconds=seconds + drafting,
+            draft_token_ids=((),) * len(running),
+            draft_seconds=drafting,
+        )
+
+    def draft(self, running: Sequence[Served]) -> list[tuple[int, ...]]:
+        """What a network gives behind a step that has been entered."""
+        self._num_read |= {one.number: one.num_known for one in running if one.request.output_token_ids}
+        return [self._known.drafts.get((one.number, one.num_known), ()) for one in running]
+
+
+def wrong_drafts(output: SchedulerOutput, running: Sequence[Served]) -> Iterator[tuple[int, WrongDrafts]]:
+    """The logits rows of a step behind wrong drafts of chains, and what stands before each."""
+    end, trees = 0, {place for place, _ in output.trees}
+    columns = zip(running, output.first_rows(), output.num_samples, output.num_computed_tokens, strict=True)
+    for place, (one, first_row, num_samples, start) in enumerate(columns):
+        count = output.num_scheduled_tokens[place]
+        end += count
+        if num_samples <= 1 or place in trees:
+            continue
+        drafts = output.token_ids[end - num_samples + 1 : end]
+        position = start + count - num_samples + 1  # of the first draft
+        known = one.tokens(position, len(drafts))
+        wrong = next((n for n, (draft, token) in enumerate(zip(drafts, known, strict=True)) if draft != token), None)
+        if wrong is not None:
+            for last in range(wrong, len(drafts)):
+                yield first_row + last + 1, (one.number, position + wrong, drafts[wrong : last + 1])
+
+
+def known_tokens(output: SchedulerOutput, running: Sequence[Served]) -> tuple[int, ...]:
     """A token for each logits row of a step."""
     sampled: list[int] = []
     trees = dict(output.trees)

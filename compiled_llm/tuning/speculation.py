@@ -1,28 +1,35 @@
 """Which method of drafting suits the work of earlier runs: their outputs are replayed with each, on the host alone.
 
+What networks draft, and what a model samples behind wrong drafts, has been seen before (``draft_recording.py``).
 Acceptance comes from replays that take all drafts (``adaptive`` off), of one request at a time. The expected tokens a
 second come from replays with ``adaptive``, as engines have it, of so many requests at once: the tokens of steps without
 prompts, over the seconds that such steps were measured to take and those that looking for drafts took in the replay.
 """
 
 import dataclasses
-import itertools
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from compiled_llm.api import tables
 from compiled_llm.api.readable import shown
-from compiled_llm.api.speculative_config import METHODS, SpeculativeConfig
+from compiled_llm.api.speculative_config import METHODS, NETWORK_METHODS, SpeculativeConfig
 from compiled_llm.offline.formats import row_of_object
 from compiled_llm.offline.rows import Row
 from compiled_llm.tuning import buckets
-from compiled_llm.tuning.draft_replay import KnownRequest, Replay, StepSeconds, limits_for, replay
+from compiled_llm.tuning.draft_replay import KnownDrafts, KnownRequest, Replay, StepSeconds, limits_for, replay
 
 LEAST_GAIN = 1.02  # over no drafts, that is worth a setting
+LEAST_AGAIN = 0.98  # of the tokens: others come of kernels that round in another way
+_NOT_AGAIN = (
+    "So they were sampled with other parameters or seeds, and what a model would have drafted with those is not known. "
+    "Its drafts are right far less often here than they would be. Give the parameters and seed of that run; or "
+    "--serve-again, and the model answers the prompts anew"
+)
 
 
 # -- The trace
@@ -36,12 +43,14 @@ class TraceLine(NamedTuple):
         prompt: text or token ids; None where ``row`` is to be served first.
         outputs: of each continuation the token ids, and whether it ended by its length.
         row: a request without an output.
+        number: of its row in the run that served it.
     """
 
     name: str
     prompt: str | list[int] | None
     outputs: tuple[tuple[list[int], bool], ...]
     row: Row | None = None
+    number: int = 0
 
 
 def read_trace(paths: Sequence[Path]) -> list[TraceLine]:
@@ -79,7 +88,7 @@ def _lines_of(name: str, index: int, text: bytes) -> list[TraceLine]:
         row = row_of_object(index, name, values)
         if row.error is not None:
             raise ValueError(f"{name}: {row.error}")
-        return [TraceLine(name, None, (), row)]
+        return [TraceLine(name, None, (), row, index)]
     prompt = values.get("prompt_token_ids") or values.get("prompt")
     if not (isinstance(prompt, str) and prompt) and not _are_ids(prompt):
         raise ValueError(f"{name}: must have prompt or prompt_token_ids beside its output, given {shown(prompt)}")
@@ -93,7 +102,10 @@ def _lines_of(name: str, index: int, text: bytes) -> list[TraceLine]:
             raise ValueError(f"{name}: token_ids must be a list of token ids, given {shown(token_ids)}")
         if token_ids:
             outputs.append((token_ids, one.get("finish_reason", "length") == "length"))
-    return [TraceLine(name, prompt, tuple(outputs))] if outputs else []
+    place = values.get("index")
+    if type(place) is not int or place < 0:
+        place = index
+    return [TraceLine(name, prompt, tuple(outputs), number=place)] if outputs else []
 
 
 def _are_ids(value: Any) -> bool:
@@ -102,6 +114,22 @@ def _are_ids(value: Any) -> bool:
         and len(value) > 0
         and all(type(item) is int and 0 <= item < 2**31 - 1 for item in value)
     )
+
+
+def to_be_served(lines: Sequence[TraceLine]) -> list[TraceLine]:
+    """``lines`` without their outputs: rows that ask for as many of the same lengths."""
+    made = []
+    for place, line in enumerate(lines):
+        if line.prompt is None:
+            made.append(line)
+            continue
+        longest = max(len(tokens) for tokens, _ in line.outputs)
+        name = "prompt" if isinstance(line.prompt, str) else "prompt_token_ids"
+        sampling = {"n": len(line.outputs), "max_tokens": longest}
+        row = row_of_object(place, line.name, {name: line.prompt, "sampling_params": sampling})
+        assert row.error is None, row.error
+        made.append(TraceLine(line.name, None, (), row))
+    return made
 
 
 # -- Seconds of steps
@@ -163,19 +191,41 @@ def as_names(seconds: StepSeconds) -> dict[str, float]:
 
 
 def candidates(
-    methods: Sequence[str], lookups: Sequence[tuple[int, int]], counts: Sequence[int], *, trees: bool = False
+    methods: Sequence[str],
+    lookups: Sequence[tuple[int, int]],
+    counts: Sequence[int] | None = None,
+    *,
+    trees: bool = False,
+    drafters: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[dict[str, Any]]:
     """Values of ``speculative_config``: each method with each of its ``lookups`` and most drafts.
 
-    ``trees``: each as a chain, and as a tree.
+    Args:
+        counts: most drafts; None: those of ``counts_of``.
+        trees: each as a chain, and as a tree, if it has them.
+        drafters: the ``model`` of methods that need one.
     """
-    for method, count in itertools.product(methods, counts):
-        for least, most in lookups if "prompt_lookup_min" in METHODS[method].fields else [(0, 0)]:
-            bounds = {"prompt_lookup_min": least, "prompt_lookup_max": most} if most else {}
-            config = {"method": method, "num_speculative_tokens": count, **bounds}
-            yield config
-            if trees:
-                yield {**config, "speculative_token_tree": "auto"}
+    for method in methods:
+        fields = METHODS[method].fields
+        own = {"model": drafters[method]} if method in drafters else {}
+        chains = counts or counts_of(method)
+        shapes = (counts or counts_of(method, tree=True)) if trees and "speculative_token_tree" in fields else ()
+        for count in sorted({*chains, *shapes}):
+            for least, most in lookups if "prompt_lookup_min" in fields else [(0, 0)]:
+                bounds = {"prompt_lookup_min": least, "prompt_lookup_max": most} if most else {}
+                config = {"method": method, "num_speculative_tokens": count, **bounds, **own}
+                if count in chains:
+                    yield config
+                if count in shapes:
+                    yield {**config, "speculative_token_tree": "auto"}
+
+
+def counts_of(method: str, *, tree: bool = False) -> Sequence[int]:
+    """Most drafts that are tried where none are given. Each of a network is a graph of its own: so there are two."""
+    if method not in NETWORK_METHODS:
+        return 3, 7, 15
+    own = METHODS[method].num_speculative_tokens
+    return (7, 15) if tree else ((own + 1) // 2, own)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,12 +237,14 @@ class Rating:
         all_drafts: the replay that takes all drafts.
         rates: tokens a second, by batch size.
         ratios: of these to the rates without drafts.
+        drafts: what a model does for them; None: the method drafts from tokens alone.
     """
 
     config: Mapping[str, Any]
     all_drafts: Replay
     rates: Mapping[int, float]
     ratios: Mapping[int, float]
+    drafts: KnownDrafts | None = None
 
     @property
     def gain(self) -> float:
@@ -207,12 +259,14 @@ class Result:
     Attributes:
         plain: tokens a second without drafts, by batch size.
         ratings: of all candidates.
+        again: the share of the outputs' tokens that the model sampled again; None: no model was asked.
     """
 
     num_requests: int
     num_tokens: int
     plain: Mapping[int, float]
     ratings: Sequence[Rating]
+    again: float | None = None
 
     @property
     def best(self) -> Rating | None:
@@ -228,10 +282,12 @@ def tune(
     seconds: StepSeconds,
     *,
     one_graph: bool,
+    drafts: Mapping[int, KnownDrafts] = MappingProxyType({}),
 ) -> Result:
     """Replay ``requests`` without drafts and with each of ``configs``.
 
     Args:
+        drafts: of those of ``configs`` for which a model drafts, by their places: what it does.
         batch_sizes: requests at once, rising; at most as many as there are requests.
         seconds: of steps in decode buckets of these sizes.
         one_graph: as in ``EngineLimits.with_drafts``.
@@ -245,15 +301,16 @@ def tune(
     if not all(plain.values()):
         raise ValueError("the outputs of a trace must have more than one token: there is no step to draft for")
     ratings = []
-    for config in configs:
+    for place, config in enumerate(configs):
+        known, adaptive = drafts.get(place), SpeculativeConfig.of(config)
         rates = {
-            size: replay(requests, limits[size], SpeculativeConfig.of(config), seconds).tokens_per_second
-            for size in batch_sizes
+            size: replay(requests, limits[size], adaptive, seconds, known).tokens_per_second for size in batch_sizes
         }
-        every = replay(requests, alone, SpeculativeConfig.of({**config, "adaptive": False}))
+        every = replay(requests, alone, SpeculativeConfig.of({**config, "adaptive": False}), None, known)
         ratios = {size: rates[size] / plain[size] for size in batch_sizes}
-        ratings.append(Rating(config, every, rates, ratios))
-    return Result(len(requests), sum(len(one.output_token_ids) for one in requests), plain, ratings)
+        ratings.append(Rating(config, every, rates, ratios, known))
+    again = min((known.num_again / known.num_tokens for known in drafts.values() if known.num_tokens), default=None)
+    return Result(len(requests), sum(len(one.output_token_ids) for one in requests), plain, ratings, again)
 
 
 # -- What is printed
@@ -282,9 +339,13 @@ def text_of(result: Result) -> str:
         )
     lines = [
         f"{result.num_requests} requests, {result.num_tokens} tokens. Right: of all drafts; a step: tokens of a "
-        "request that has drafts; us: to look for them; then expected tokens a second by requests at once",
+        "request that has drafts; us: to make them; then expected tokens a second by requests at once",
         tables.text_table(rows),
     ]
+    if result.again is not None:
+        lines.append(f"{result.again:.1%} of the tokens are those that the model samples again")
+        if result.again < LEAST_AGAIN:
+            lines.append(_NOT_AGAIN)
     for size in result.plain:
         best = max(result.ratings, key=lambda rating: rating.ratios[size])
         name = _name(best) if best.ratios[size] >= LEAST_GAIN else "no drafts"
@@ -305,7 +366,13 @@ def as_json(result: Result) -> dict[str, Any]:
     """The result in plain values."""
 
     def of(rating: Rating) -> dict[str, Any]:
-        counted = rating.all_drafts
+        counted, drafts = rating.all_drafts, rating.drafts
+        network = {}
+        if drafts is not None and drafts.seconds:
+            network = {
+                "network_seconds": _by_size(drafts.seconds),
+                "network_seconds_a_token_read": drafts.reading_seconds,
+            }
         return {
             "speculative_config": dict(rating.config),
             "num_drafts": counted.num_drafts,
@@ -315,11 +382,13 @@ def as_json(result: Result) -> dict[str, Any]:
             "draft_seconds": counted.draft_seconds,
             "tokens_per_second": _by_size(rating.rates),
             "ratio": _by_size(rating.ratios),
+            **network,
         }
 
     return {
         "requests": result.num_requests,
         "output_tokens": result.num_tokens,
+        "sampled_again": result.again,
         "plain_tokens_per_second": _by_size(result.plain),
         "best": None if result.best is None else dict(result.best.config),
         "candidates": [of(rating) for rating in result.ratings],

@@ -204,13 +204,16 @@ def _timed(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def _decodes(bucket: Bucket, limits: EngineLimits, facts: WorkerFacts) -> SchedulerOutput:
-    """A step that fills a decode bucket, of requests with some tokens before, which all have the same blocks."""
+    """A step that fills a decode bucket, of requests with some tokens before, which all have the same blocks.
+
+    As far as there may be so many requests: the largest bucket may have room for more.
+    """
     count = bucket.num_tokens // bucket.num_requests
     room = min(limits.max_model_len, min([facts.num_blocks, *(n for _, n in facts.window_places)]) * limits.block_size)
     start = max(0, min(_CONTEXT, room - count))
     output = SchedulerOutputBuilder(len(facts.window_places))
     blocks = tuple(range(1, 1 - (-(start + count) // limits.block_size)))
-    for number in range(bucket.num_requests):
+    for number in range(min(bucket.num_requests, limits.max_num_seqs)):
         name = RequestId(str(number))
         output.request_ids.append(name)
         output.num_scheduled_tokens.append(count)

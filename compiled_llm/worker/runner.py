@@ -26,6 +26,8 @@ from compiled_llm.worker.started_model import StartedModel
 
 # (what a step is to do, its bucket, what runs it) -> its logits ``[L, V]``. It has to run the step once.
 StepWatch = Callable[[SchedulerOutput, Bucket, Callable[[], Tensor]], Tensor]
+# (what a step was to do, the tokens that it sampled ``[rows]`` int64, which may be changed)
+Exchange = Callable[[SchedulerOutput, Tensor], None]
 
 
 class ModelRunner(StartedModel, Worker):
@@ -38,10 +40,13 @@ class ModelRunner(StartedModel, Worker):
     Attributes:
         profiler: set from outside while steps are to be profiled.
         watch: set from outside, it runs each step, before its tokens are sampled: for checks that look on.
+        exchange: set from outside, it may put others in the place of a step's tokens, before a network drafts behind
+            it. The step's results are as they were.
     """
 
     profiler: StepProfiler | None = None
     watch: StepWatch | None = None
+    exchange: Exchange | None = None
     # Rows of the last step and which of them sample, and the needs that follow: most steps have the same.
     _last_needs: tuple[Any, list[bool], SamplingNeeds] = None, [], SamplingNeeds(False, False, False)
 
@@ -134,6 +139,8 @@ class ModelRunner(StartedModel, Worker):
             if slot is not None:
                 slot.sampled.record()
             if not drafts_nothing:
+                if self.exchange is not None:
+                    self.exchange(output, steps.last_tokens)
                 began = time.perf_counter()
                 step.drafts = self._run_drafter(drafting, output, bucket, rows, slot)
                 step.draft_seconds = time.perf_counter() - began

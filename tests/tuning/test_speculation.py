@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from compiled_llm import CompiledEngine
+from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.api.speculative_config import SpeculativeConfig
+from compiled_llm.checkpoint.model_files import DEMO_MODEL
 from compiled_llm.commands.tune.speculation import main
+from compiled_llm.offline.serving import with_seed
 from compiled_llm.tuning import speculation
 from compiled_llm.tuning.draft_replay import KnownRequest
 
@@ -103,6 +105,44 @@ def test_a_model_answers_and_is_measured(tmp_path: Path, capsys: pytest.CaptureF
     assert "2 requests of the trace have no output" in capsys.readouterr().out
 
 
+def test_what_a_network_drafts_is_seen_and_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of sampled rows that are served first, and of an output that the model would not have given."""
+    line = "def area(width, height):\n    return width * height\n\n\n"
+    lines = [{"prompt": line * 2 + line[:20], "sampling_params": {"n": 2}}, result_line(3)]
+    words = [*files(tmp_path, lines), "--max-tokens", "12", "--temperature", "0.8", "--draft-tokens", "1"]
+    words += ["--methods", "ngram", "lookahead", "medusa", "--prompt-lookups", "1-3"]
+    words += ["--drafters", f"medusa={DEMO_MODEL.parent / 'demo_drafters' / 'medusa'}"]
+    assert main(PROGRAM, [*words, "--enforce-eager", "--progress", "off"]) == 0
+    printed = capsys.readouterr().out
+    result = json.loads(printed.splitlines()[-1])
+    assert "outputs that the trace has are taken to be sampled with max_tokens=12, temperature=0.8" in printed
+    assert 'an engine starts with {"method": "medusa"' in printed
+    assert result["output_tokens"] == 2 * 12 + 28
+    assert 24 <= round(52 * result["sampled_again"]) < 52, "all of the first"
+    assert "what a model would have drafted with those is not known" in printed
+    ngram, lookahead, medusa = result["candidates"]
+    assert medusa["speculative_config"]["model"].endswith("medusa")
+    assert min(ngram["num_drafts"], lookahead["num_drafts"]) > 0 == ngram.get("network_seconds", 0)
+    assert set(medusa["network_seconds"]) == {"1", "2"}
+    assert medusa["num_drafts"] > lookahead["num_drafts"]
+    assert medusa["draft_seconds"] > medusa["num_drafts"] * min(medusa["network_seconds"].values())
+
+
+def test_a_result_of_batch_is_sampled_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its seed follows from the number of its row, and that of each continuation from the first one's."""
+    sizes = {"bucket_sizes": (1,), "max_num_batched_tokens": 64, "enforce_eager": True, "progress": "off"}
+    with CompiledEngine(**sizes) as engine:
+        params = with_seed(SamplingParams(temperature=1, n=2, max_tokens=9, ignore_eos=True), engine.config.seed, 5)
+        output = engine.generate("import os", params, use_tqdm=False)[0]
+    outputs = [{"token_ids": one.token_ids, "finish_reason": "length"} for one in output.outputs]
+    line = {"index": 5, "prompt_token_ids": output.prompt_token_ids, **outputs[0], "outputs": outputs}
+    words = [*files(tmp_path, [line]), "--methods", "lookahead", "--draft-tokens", "1", "--temperature", "1"]
+    assert main(PROGRAM, [*words, "--enforce-eager", "--progress", "off"]) == 0
+    printed = capsys.readouterr().out
+    assert "100.0% of the tokens are those that the model samples again\nbest at" in printed
+    assert json.loads(printed.splitlines()[-1])["sampled_again"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -146,6 +186,37 @@ def test_trees_are_tried_beside_chains() -> None:
     found = list(speculation.candidates(["ngram", "suffix"], [(2, 4)], [3], trees=True))
     assert [config.get("speculative_token_tree") for config in found] == [None, "auto", None, "auto"]
     assert found[1] == {**found[0], "speculative_token_tree": "auto"}
+
+
+def test_a_trace_whose_prompts_are_answered_anew(tmp_path: Path) -> None:
+    """As often and as long as they were; rows without outputs stay as they are."""
+    lines = [
+        {"prompt": "a", "sampling_params": {"n": 3}},
+        {"index": 7, "prompt": "b", "token_ids": [1, 2], "outputs": [{"token_ids": [1, 2]}, {"token_ids": [3]}]},
+        {"prompt_token_ids": [5, 6], "token_ids": [1, 2, 3, 4]},
+    ]
+    before = speculation.read_trace([Path(files(tmp_path, lines)[1])])
+    made = speculation.to_be_served(before)
+    rows = [line.row for line in made]
+    assert made[0] == before[0]
+    assert [(row.index, row.prompt, row.sampling) for row in rows if row is not None] == [
+        (0, {"prompt": "a"}, {"n": 3}),
+        (1, {"prompt": "b"}, {"n": 2, "max_tokens": 2}),
+        (2, {"prompt_token_ids": [5, 6]}, {"n": 1, "max_tokens": 4}),
+    ]
+
+
+def test_networks_are_tried_with_few_numbers_of_drafts() -> None:
+    found = list(speculation.candidates(["eagle3", "layer_skip"], [(2, 4)], trees=True, drafters={"eagle3": "d"}))
+    assert [(one["num_speculative_tokens"], "speculative_token_tree" in one) for one in found] == [
+        *((2, False), (3, False), (7, True), (15, True)),
+        *((2, False), (4, False)),
+    ]
+    assert found[0] == {"method": "eagle3", "num_speculative_tokens": 2, "model": "d"}
+    given = list(speculation.candidates(["medusa"], [(2, 4)], [4, 1], drafters={"medusa": "d"}))
+    assert [one["num_speculative_tokens"] for one in given] == [1, 4]
+    for config in found + given:
+        SpeculativeConfig.of(config)
 
 
 def test_seconds_never_fall_with_more_drafts() -> None:

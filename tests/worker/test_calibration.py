@@ -24,6 +24,15 @@ def test_decodes_of_all_sizes_have_seconds_and_sampling_has_its_own() -> None:
     assert 0 < costs.device(1, 0, samples=False) < costs.device(1, 0, samples=True) <= decodes[1, 1] + sampling[1, 1]
 
 
+def test_a_bucket_with_room_for_more_requests_than_may_run_is_measured() -> None:
+    sizes = {"bucket_sizes": (1, 4), "max_num_seqs": 3, "max_model_len": 64, "num_kv_blocks": 20, "progress": "off"}
+    config = {"method": "ngram", "num_speculative_tokens": 1}
+    with CompiledEngine(**sizes, enforce_eager=True, speculative_config=config) as engine:
+        decodes = dict(engine.runner.facts.decode_seconds)
+    assert set(decodes) == {(1, 1), (1, 2), (4, 4), (4, 8)}
+    assert min(decodes.values()) > 0
+
+
 def test_ranks_agree_after_which_bucket_none_is_measured() -> None:
     """One that went on by itself would wait for the others."""
     sizes = {"bucket_sizes": (1,), "token_bucket_sizes": (8, 16, 32), "max_model_len": 32, "num_kv_blocks": 20}

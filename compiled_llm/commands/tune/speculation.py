@@ -3,27 +3,35 @@
     compiled-llm batch --model DIR --input prompts.jsonl --output results.jsonl
     compiled-llm tune speculation --model DIR --trace results.jsonl
     compiled-llm tune speculation --model DIR --trace results.jsonl --batch-sizes 1 8 --draft-tokens 2 5
+    compiled-llm tune speculation --model DIR --trace results.jsonl --drafters eagle3=HEAD --temperature 0
     compiled-llm tune speculation --trace results.jsonl --step-seconds tuned.json    # no model runs
 
 ``--trace`` takes results of ``compiled-llm batch``, or the rows that it takes, which the model answers first. The
 outputs are served again by the scheduler with each method, with no model: what would be drafted, and what of it is
-right, follows from the tokens. The start measures steps of each number of requests and drafts; ``--step-seconds`` takes
-those that ``--json`` of an earlier run wrote, and needs the model's tokenizer alone, or not even that where the
-trace has ``prompt_token_ids``. The last lines are the flag to paste and a line of JSON.
+right, follows from the tokens. What a network drafts follows from more than that: an engine with each such method, and
+with each number of its drafts, starts once, computes over prompts and outputs what it would draft behind each token,
+and measures what that takes. Outputs of a trace are taken to be sampled with the flags of sampling, with the seeds that
+``batch`` gives; how many of their tokens the model samples again is said. ``--serve-again`` takes prompts and lengths
+alone, for outputs of seeds that nobody knows. The start measures steps of each number of requests and drafts;
+``--step-seconds`` takes those that ``--json`` of an earlier run wrote, and needs for methods that draft from tokens
+alone the model's tokenizer alone, or not even that where the trace has ``prompt_token_ids``. The last lines are the
+flag to paste and a line of JSON.
 
 Exit status: 0, also where no method is worth it; 1 if the model cannot answer a row; 2 for bad arguments.
 """
 
 import argparse
 import dataclasses
+import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compiled_llm.api import tables
 from compiled_llm.api.command_line import (
     FlagParser,
+    add_drafters_flag,
     add_engine_arguments,
     add_sampling_arguments,
     engine_config,
@@ -32,16 +40,16 @@ from compiled_llm.api.command_line import (
     sampling_params,
 )
 from compiled_llm.api.config import EngineConfig
-from compiled_llm.api.speculative_config import METHODS, MOST_DRAFT_TOKENS, NETWORK_METHODS
+from compiled_llm.api.speculative_config import METHODS, NETWORK_METHODS
 from compiled_llm.offline.flags import DEFAULT_SAMPLING
 
 if TYPE_CHECKING:
+    from compiled_llm.api.sampling_params import SamplingParams
     from compiled_llm.engine.engine import CompiledEngine
-    from compiled_llm.tuning.draft_replay import KnownRequest
+    from compiled_llm.tuning.draft_replay import KnownDrafts, KnownRequest
     from compiled_llm.tuning.speculation import TraceLine
 
-# Those that draft from tokens alone: what a model would draft or sample in passing is in no trace.
-_METHODS = tuple(method for method in METHODS if method not in (*NETWORK_METHODS, "lookahead"))
+_FROM_TOKENS = ("ngram", "suffix")  # what others draft a model has to say
 _NO_OUTPUT = ("logprobs", "prompt_logprobs", "detokenize", "output_kind", "num_speculative_tokens")
 _LOOKUPS = [(1, 3), (2, 4), (3, 5), (5, 5)]
 
@@ -50,15 +58,18 @@ def parser(program: str) -> FlagParser:
     made = FlagParser(prog=program, description="Say which method of drafting suits the work of earlier runs.")
     add = made.add_argument
     add("--trace", type=Path, nargs="+", required=True, metavar="FILE", help="results of batch, or rows for it")
-    add("--methods", nargs="+", choices=_METHODS, default=list(_METHODS), help="from tokens alone (default: all)")
-    tokens = "most drafts to try (default: 3 7 15)"
-    add("--draft-tokens", type=int, nargs="+", default=[3, 7, 15], metavar="N", help=tokens)
+    methods = "(default: ngram suffix, and those of --drafters)"
+    add("--methods", nargs="+", choices=tuple(METHODS), help=methods)
+    add_drafters_flag(made)
+    tokens = "most drafts to try (default: 3 7 15, of networks two numbers)"
+    add("--draft-tokens", type=int, nargs="+", metavar="N", help=tokens)
     lookups = "lookups of ngram to try (default: 1-3 2-4 3-5 5-5)"
     add("--prompt-lookups", type=_lookup, nargs="+", default=_LOOKUPS, metavar="MIN-MAX", help=lookups)
     add("--trees", action="store_true", help="also with speculative_token_tree auto, which some models refuse")
     sizes = "requests at once (default: 1 4 16)"
     add("--batch-sizes", type=int, nargs="+", default=[1, 4, 16], metavar="N", help=sizes)
     add("--max-requests", type=int, default=200, metavar="N", help="of the trace, the first ones (default: 200)")
+    add("--serve-again", action="store_true", help="the model answers all prompts anew; outputs say how long")
     add("--step-seconds", type=Path, metavar="FILE", help="take those of an earlier --json instead of measuring")
     tables.add_json_flag(made)
     add_sampling_arguments(made, _NO_OUTPUT, **DEFAULT_SAMPLING)
@@ -76,28 +87,35 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
         if len(lines) > args.max_requests:
             print(f"{program}: the first {args.max_requests} of {len(lines)} requests are taken (--max-requests)")
             lines = lines[: args.max_requests]
+        if args.serve_again:
+            lines = speculation.to_be_served(lines)
         seconds: dict[tuple[int, int], float] = {}
         one_graph = True
         if args.step_seconds is not None:
             seconds, one_graph = speculation.step_seconds_of(args.step_seconds, args.batch_sizes)
+        counts, drafters = args.draft_tokens, dict(args.drafters)
+        found = speculation.candidates(args.methods, args.prompt_lookups, counts, trees=args.trees, drafters=drafters)
+        configs = list(found)
     with errors_end(program), errors_end(program, (_UnansweredError,), status=1):
-        if args.step_seconds is None or any(line.row is not None for line in lines):
-            from compiled_llm.engine.engine import CompiledEngine
-
-            with CompiledEngine.from_config(_measured(args)) as engine:
-                drafts = engine.scheduler.drafts
-                assert drafts is not None
-                if args.step_seconds is None:
-                    seconds, one_graph = dict(drafts.costs.measured), engine.scheduler.limits.mixes_lens
+        drafts: dict[int, KnownDrafts] = {}
+        if args.step_seconds is None or "lookahead" in args.methods or any(line.row is not None for line in lines):
+            most, measures = max(config["num_speculative_tokens"] for config in configs), args.step_seconds is None
+            # Any method that drafts so many has its engine measure the steps.
+            drafting = {"method": "ngram", "num_speculative_tokens": most, "adaptive": measures}
+            with _started(args, drafting) as engine:
+                if measures:
+                    assert engine.scheduler.drafts is not None
+                    seconds = dict(engine.scheduler.drafts.costs.measured)
+                    one_graph = engine.scheduler.limits.mixes_lens
                 requests = _answered(engine, args, lines)
+                if "lookahead" in args.methods:
+                    from compiled_llm.tuning.draft_recording import of_lookahead
+
+                    drafts |= of_lookahead(engine, requests, configs)
         else:
-            requests = _known(lines, _tokenize(engine_config(args)))
-        sizes = [size for size in args.batch_sizes if size <= len(requests)]
-        if len(sizes) < len(args.batch_sizes):
-            left = ", ".join(str(size) for size in args.batch_sizes if size > len(requests))
-            print(f"{program}: left out of --batch-sizes: {left}, more than the {len(requests)} outputs of the trace")
-        if not sizes:
-            raise ValueError(f"--batch-sizes must have one of up to {len(requests)}, the outputs of the trace")
+            requests = [request for of_line in _known(args, lines, engine_config(args)) for request in of_line]
+        sizes = _sizes(program, args, len(requests))
+        drafts |= _of_networks(program, args, requests, configs, sizes)
         even = speculation.never_falling(seconds)
         fallen = speculation.as_names({sizes: value for sizes, value in seconds.items() if even[sizes] != value})
         if fallen:
@@ -105,8 +123,7 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
                 f"{program}: steps with more drafts took less time than some with fewer, as on a busy machine, and "
                 f"means are taken: {', '.join(fallen)}"
             )
-        configs = list(speculation.candidates(args.methods, args.prompt_lookups, args.draft_tokens, trees=args.trees))
-        result = speculation.tune(requests, configs, sizes, even, one_graph=one_graph)
+        result = speculation.tune(requests, configs, sizes, even, one_graph=one_graph, drafts=drafts)
     print(speculation.text_of(result))
 
     import torch
@@ -128,9 +145,18 @@ class _UnansweredError(Exception):
 def _check(args: argparse.Namespace) -> None:
     if args.batch_sizes != sorted(set(args.batch_sizes)):
         raise ValueError(f"--batch-sizes must rise, given {' '.join(map(str, args.batch_sizes))}")
-    if max(args.draft_tokens) > MOST_DRAFT_TOKENS:
-        given = max(args.draft_tokens)
-        raise ValueError(f"--draft-tokens must be at most {MOST_DRAFT_TOKENS}, given {given}")
+    drafters = dict(args.drafters)
+    if args.methods is None:
+        args.methods = list(dict.fromkeys((*_FROM_TOKENS, *drafters)))
+    for method in drafters:
+        if method not in args.methods:
+            raise ValueError(f"--drafters must be of --methods, {' '.join(args.methods)}, given {method}")
+    for method in args.methods:
+        if "model" in METHODS[method].needs and method not in drafters:
+            raise ValueError(f"--drafters must have {method}=DIR for --methods {method}, given none")
+        given, most = max(args.draft_tokens or [1]), METHODS[method].most
+        if given > most:
+            raise ValueError(f"--draft-tokens must be at most {most} for {method}, given {given}")
     if args.speculative_config is not None:
         raise ValueError("--speculative-config must be left out: it is what is looked for")
     if args.bucket_sizes is not None and not set(args.batch_sizes) <= set(args.bucket_sizes):
@@ -139,59 +165,106 @@ def _check(args: argparse.Namespace) -> None:
     sampling_params(args)  # its errors come before torch is loaded
 
 
-def _measured(args: argparse.Namespace) -> EngineConfig:
-    """An engine that measures the steps: any method that drafts so many makes it do so."""
+def _started(args: argparse.Namespace, drafting: Mapping[str, Any]) -> "CompiledEngine":
+    """An engine with this ``speculative_config``, whose decode buckets are the ``--batch-sizes`` at least."""
+    from compiled_llm.engine.engine import CompiledEngine
+
     config = engine_config(args)
-    drafts = {"method": "ngram", "num_speculative_tokens": max(args.draft_tokens)}
-    return dataclasses.replace(
-        config,
-        speculative_config=drafts,
-        bucket_sizes=config.bucket_sizes or tuple(args.batch_sizes),
-        wait_for_compile=True,
+    return CompiledEngine.from_config(
+        dataclasses.replace(
+            config,
+            speculative_config=dict(drafting),
+            bucket_sizes=config.bucket_sizes or tuple(args.batch_sizes),
+            wait_for_compile=True,
+        )
     )
+
+
+def _of_networks(
+    program: str,
+    args: argparse.Namespace,
+    requests: Sequence["KnownRequest"],
+    configs: Sequence[Mapping[str, Any]],
+    sizes: Sequence[int],
+) -> "dict[int, KnownDrafts]":
+    """What networks draft, by the places of those of ``configs`` that have one."""
+    if not any(config["method"] in NETWORK_METHODS for config in configs):
+        return {}
+    from compiled_llm.tuning.draft_recording import of_networks
+
+    def start(config: Mapping[str, Any]) -> "CompiledEngine":
+        print(f"{program}: an engine starts with {json.dumps(config)}", flush=True)
+        return _started(args, {**config, "adaptive": False})
+
+    return of_networks(start, requests, configs, sizes)
+
+
+def _sizes(program: str, args: argparse.Namespace, num_requests: int) -> list[int]:
+    """Those of ``--batch-sizes`` for which there are enough requests. ``ValueError`` if there are none."""
+    sizes = [size for size in args.batch_sizes if size <= num_requests]
+    if len(sizes) < len(args.batch_sizes):
+        left = ", ".join(str(size) for size in args.batch_sizes if size > num_requests)
+        print(f"{program}: left out of --batch-sizes: {left}, more than the {num_requests} outputs of the trace")
+    if not sizes:
+        raise ValueError(f"--batch-sizes must have one of up to {num_requests}, the outputs of the trace")
+    return sizes
 
 
 def _answered(engine: "CompiledEngine", args: argparse.Namespace, lines: Sequence["TraceLine"]) -> list["KnownRequest"]:
     """All requests, after the engine has served those without an output."""
     from compiled_llm.api.sampling_params import SamplingParams
-    from compiled_llm.offline.serving import run_sampling
-    from compiled_llm.tuning.draft_replay import KnownRequest
+    from compiled_llm.offline.serving import run_sampling, with_seed
 
     rows = [line.row for line in lines if line.row is not None]
     answered = {}
     if rows:
         sampling, text = run_sampling(engine.config, sampling_arguments(args))
         print(f"{len(rows)} requests of the trace have no output, and are served first, with {text}")
-        params = [SamplingParams(**{**sampling, **row.sampling}) for row in rows]
+        params = [
+            with_seed(SamplingParams(**{**sampling, **row.sampling}), engine.config.seed, row.index) for row in rows
+        ]
         prompts: list[Any] = [
             row.prompt if row.messages is None else engine.encode_chat(row.messages, **row.chat_options) for row in rows
         ]
         outputs = engine.generate(prompts, params, use_tqdm=False)
-        for row, output in zip(rows, outputs, strict=True):
+        for row, output, own in zip(rows, outputs, params, strict=True):
             if output.outputs[0].finish_reason == "error":
                 raise _UnansweredError(f"{row.name}: {output.outputs[0].stop_reason}")
-            answered[row.index] = [
-                KnownRequest(output.prompt_token_ids, one.token_ids, one.finish_reason == "length")
-                for one in output.outputs
-                if one.token_ids
-            ]
-    encode = _tokenize(engine.config)
-    requests: list[KnownRequest] = []
+            pairs = [(one.token_ids, one.finish_reason == "length") for one in output.outputs]
+            answered[row.index] = _requests_of(output.prompt_token_ids, pairs, own)
+    known = iter(_known(args, [line for line in lines if line.row is None], engine.config))
+    return [request for line in lines for request in (next(known) if line.row is None else answered[line.row.index])]
+
+
+def _known(args: argparse.Namespace, lines: Sequence["TraceLine"], config: EngineConfig) -> list[list["KnownRequest"]]:
+    """The requests of each of ``lines``, which have their outputs."""
+    from compiled_llm.api.sampling_params import SamplingParams
+    from compiled_llm.offline.serving import run_sampling, with_seed
+
+    encode, params = _tokenize(config), SamplingParams()
+    if lines and not set(args.methods) <= set(_FROM_TOKENS):
+        sampling, text = run_sampling(config, sampling_arguments(args))
+        print(f"outputs that the trace has are taken to be sampled with {text}")
+        params = SamplingParams(**sampling)
+    found = []
     for line in lines:
-        requests += _known([line], encode) if line.row is None else answered[line.row.index]
-    return requests
+        assert line.prompt is not None
+        ids = encode(line.prompt) if isinstance(line.prompt, str) else line.prompt
+        found.append(_requests_of(ids, line.outputs, with_seed(params, config.seed, line.number)))
+    return found
 
 
-def _known(lines: Sequence["TraceLine"], encode: Callable[[str], Sequence[int]]) -> list["KnownRequest"]:
-    """Requests that have their outputs."""
+def _requests_of(
+    prompt: Sequence[int], outputs: Sequence[tuple[Sequence[int], bool]], params: "SamplingParams"
+) -> list["KnownRequest"]:
+    """Of each continuation: its tokens, and whether it ended by its length. Empty ones are left out."""
+    from compiled_llm.engine.admission import seed_of
     from compiled_llm.tuning.draft_replay import KnownRequest
 
     return [
-        KnownRequest(ids, tokens, ends_by_length)
-        for line in lines
-        if line.prompt is not None
-        for ids in [encode(line.prompt) if isinstance(line.prompt, str) else line.prompt]
-        for tokens, ends_by_length in line.outputs
+        KnownRequest(prompt, tokens, ends_by_length, params, seed_of(params.seed or 0, number))
+        for number, (tokens, ends_by_length) in enumerate(outputs)
+        if tokens
     ]
 
 

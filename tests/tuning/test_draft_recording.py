@@ -1,0 +1,206 @@
+"""What a model does for drafts is seen once: replays with that count what an engine counts that drafts by a model."""
+
+import contextlib
+import dataclasses
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm.api.speculative_config import SpeculativeConfig
+from compiled_llm.checkpoint.model_files import DEMO_MODEL
+from compiled_llm.scheduling.request import RequestId
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.tuning import draft_recording
+from compiled_llm.tuning.draft_replay import KnownDrafts, KnownRequest, Served, replay, wrong_drafts
+from tests.mtp_checkpoints import guessing_checkpoint
+
+_CODE = (
+    "def read_rows(path, separator):\n    with open(path) as file:\n        rows = [line.split(separator) for line in"
+    " file]\n    return rows\n\n\ndef read_rows(path, separator):\n    with open(path)"
+)
+_DRAFTERS = DEMO_MODEL.parent / "demo_drafters"
+
+
+def engine_of(config: Mapping[str, Any], **others: Any) -> CompiledEngine:
+    values: dict[str, Any] = {"bucket_sizes": (1, 4), "max_num_seqs": 3, "max_num_batched_tokens": 48, **others}
+    return CompiledEngine(
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        speculative_config={**config, "adaptive": False},
+        progress="off",
+        **values,
+    )
+
+
+def config_of(method: str, **fields: Any) -> dict[str, Any]:
+    model = {"model": str(_DRAFTERS / method)} if (_DRAFTERS / method).is_dir() else {}
+    return {"method": method, **model, **fields}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        config_of("lookahead", num_speculative_tokens=5),
+        config_of("eagle3"),
+        *(
+            pytest.param(config, marks=pytest.mark.battery)
+            for config in (
+                config_of("draft_model"),
+                config_of("medusa"),
+                config_of("layer_skip"),
+                config_of("draft_model", speculative_token_tree="auto", num_speculative_tokens=7),
+                config_of("medusa", speculative_token_tree="auto", num_speculative_tokens=7),
+            )
+        ),
+    ],
+    ids=lambda config: config["method"] + " tree" * ("speculative_token_tree" in config),
+)
+def test_counts_are_those_of_an_engine(config: Mapping[str, Any]) -> None:
+    """Greedy requests and others that come and go beside each other, with prompts in chunks; one ends by a stop."""
+    rng = random.Random(4)
+    check_counts(config, [_CODE[start : start + rng.randint(8, 240)] for start in range(0, 70, 10)])
+
+
+@pytest.mark.battery
+def test_counts_of_the_layer_that_a_checkpoint_guesses_with(tmp_path: Path) -> None:
+    model = guessing_checkpoint("deepseek-v3", tmp_path, 0.02)
+    rng = random.Random(5)
+    prompts = [[rng.randrange(1, 90) for _ in range(rng.randint(3, 60))] for _ in range(7)]
+    check_counts(config_of("mtp", num_speculative_tokens=3), prompts, model=str(model), dtype="float32")
+
+
+def check_counts(config: Mapping[str, Any], prompts: Sequence[Any], **arguments: Any) -> None:
+    wanted = SpeculativeConfig(**{**config, "adaptive": False})
+    rng = random.Random(6)
+    params = [
+        SamplingParams(temperature=0.4 * (number % 3), max_tokens=rng.randint(2, 30), ignore_eos=True, seed=number)
+        for number in range(len(prompts))
+    ]
+    with engine_of(config, **arguments) as engine:
+        plain = engine.generate(prompts, params, use_tqdm=False)
+        tokens = plain[1].outputs[0].token_ids
+        params[1] = dataclasses.replace(params[1], stop_token_ids=(tokens[len(tokens) // 2],))
+        before = engine.stats()
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        stats, limits = engine.stats().since(before), engine.scheduler.limits
+        if wanted.has_trees:  # which nodes are chosen depends on what was right before
+            outputs, stats = plain, before
+        requests = [
+            KnownRequest(out.prompt_token_ids, one.token_ids, one.finish_reason == "length", own, own.seed or 0)
+            for out, own in zip(outputs, params, strict=True)
+            for one in out.outputs
+        ]
+        known = draft_recording.record(engine, wanted, requests)
+    assert known.num_again == known.num_tokens == sum(len(one.output_token_ids) for one in requests)
+    known = dataclasses.replace(known, seconds={1: 0.001}, reading_seconds=0.0001)
+    found = replay(requests, limits, wanted, None, known)
+    assert found.num_drafts == stats.num_drafts > 10
+    assert found.num_draft_tokens == stats.num_draft_tokens
+    assert found.num_accepted_by_position == stats.num_accepted_by_position
+    assert found.num_accepted == stats.num_accepted_draft_tokens > 3
+    if wanted.method != "lookahead":
+        places = {
+            (number, len(one.prompt_token_ids) + count)
+            for number, one in enumerate(requests)
+            for count in range(1, len(one.output_token_ids) - 1)
+        }
+        assert places <= known.drafts.keys(), "behind each token, whatever was right before"
+        num_read = sum(len(one.prompt_token_ids) for one in requests)
+        assert found.draft_seconds > 0.001 * 10 + 0.0001 * num_read
+
+
+def test_a_network_drafts_behind_tokens_that_the_model_would_not_have_sampled() -> None:
+    """What a draft model drafts is what it says by itself behind the prompt and the outputs of the trace."""
+    rng = random.Random(2)
+    requests = [
+        KnownRequest(
+            [rng.randrange(300, 4000) for _ in range(length)],
+            [rng.randrange(300, 4000) for _ in range(5)],
+            sampling_params=SamplingParams(temperature=0),
+        )
+        for length in (20, 3)
+    ]
+    config = config_of("draft_model", num_speculative_tokens=3)
+    with engine_of(config) as engine:
+        known = draft_recording.record(engine, SpeculativeConfig.of(config), requests)
+    assert (known.num_tokens, known.num_again) == (10, 0)
+    places = [(number, len(one.prompt_token_ids) + more) for number, one in enumerate(requests) for more in (1, 2, 4)]
+    prompts = [[*requests[number].prompt_token_ids, *requests[number].output_token_ids][:end] for number, end in places]
+    with CompiledEngine(config["model"], enforce_eager=True, bucket_sizes=(8,), progress="off") as drafter:
+        outputs = drafter.generate(
+            prompts, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False
+        )
+    assert [known.drafts[place] for place in places] == [tuple(out.outputs[0].token_ids) for out in outputs]
+
+
+def test_what_drafting_takes_is_measured_for_so_many_requests() -> None:
+    """Of one token each there is no step to draft for; of those that have more, the longest are served."""
+    config = config_of("medusa", num_speculative_tokens=1)
+    requests = [KnownRequest([number, 7, 8], [9] * (1 + 11 * (number > 0)), number == 2) for number in range(3)]
+    wanted = SpeculativeConfig.of(config)
+    with engine_of(config) as engine:
+        known = draft_recording.with_seconds(KnownDrafts(), engine, wanted, requests, [1, 2, 3])
+        with pytest.raises(ValueError, match="must have more than one token"):
+            draft_recording.with_seconds(KnownDrafts(), engine, wanted, requests[:1], [1])
+        long = KnownRequest(range(5), [1] * engine.scheduler.request_capacity)
+        with pytest.raises(ValueError, match="a request of the trace has 1029 tokens with its output"):
+            draft_recording.record(engine, wanted, [long])
+    assert set(known.seconds) == {1, 2}
+    assert min(known.seconds.values()) > 0
+
+
+def test_what_stands_before_a_wrong_draft_does_not_depend_on_the_step() -> None:
+    """One that begins earlier, with a right draft, samples behind the same two wrong ones."""
+    known = KnownRequest([7, 8, 9], [10, 11, 12, 13])
+    found = []
+    for start, drafts in ((2, (10, 20, 21)), (3, (20, 21)), (3, (11, 12))):
+        output = SchedulerOutput(
+            request_ids=(RequestId("5"),),
+            num_scheduled_tokens=(1 + len(drafts),),
+            num_computed_tokens=(start,),
+            num_samples=(1 + len(drafts),),
+            token_ids=(0, *drafts),
+        )
+        found.append(list(wrong_drafts(output, [Served(known, 5)])))
+    wrong = [(5, 4, (20,)), (5, 4, (20, 21))]
+    assert found == [list(zip((2, 3), wrong, strict=True)), list(zip((1, 2), wrong, strict=True)), []]
+
+
+def test_seconds_of_drafting_between_those_that_were_measured() -> None:
+    known = KnownDrafts(seconds={1: 1.0, 4: 4.0, 16: 10.0})
+    assert [known.drafting_seconds(size) for size in (1, 3, 4, 10, 16, 20)] == [1.0, 3.0, 4.0, 7.0, 10.0, 10.0]
+
+
+def test_the_longest_chain_is_recorded_once_and_each_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded, measured, started = list[int](), list[int](), list[int]()
+
+    def record(engine: Any, config: SpeculativeConfig, requests: Any) -> KnownDrafts:
+        recorded.append(config.num_tokens)
+        return KnownDrafts(num_tokens=config.num_tokens)
+
+    def with_seconds(known: KnownDrafts, engine: Any, config: SpeculativeConfig, *others: Any) -> KnownDrafts:
+        measured.append(config.num_tokens)
+        return dataclasses.replace(known, seconds={1: float(config.num_tokens)})
+
+    def start(config: Mapping[str, Any]) -> Any:
+        started.append(config["num_speculative_tokens"])
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(draft_recording, "record", record)
+    monkeypatch.setattr(draft_recording, "with_seconds", with_seconds)
+    tree = config_of("medusa", num_speculative_tokens=7, speculative_token_tree="auto")
+    configs = [{"method": "ngram", "num_speculative_tokens": 15}, config_of("medusa", num_speculative_tokens=2)]
+    configs += [config_of("medusa", num_speculative_tokens=4), tree, config_of("eagle3", num_speculative_tokens=1)]
+    found = draft_recording.of_networks(start, [], configs, [1])
+    assert started == measured == [7, 4, 2, 1]
+    assert recorded == [7, 4, 1]
+    assert {place: (known.num_tokens, known.seconds[1]) for place, known in found.items()} == {
+        1: (4, 2.0),
+        2: (4, 4.0),
+        3: (7, 7.0),
+        4: (1, 1.0),
+    }
