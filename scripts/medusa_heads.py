@@ -101,7 +101,7 @@ def _loss_and_gradient(rows: Tensor, head: Tensor, targets: Tensor) -> tuple[Ten
 def learned_rows(
     teacher: Qwen3ForCausalLM, documents: list[list[int]], args: argparse.Namespace
 ) -> tuple[Tensor, Tensor]:
-    """What heads read, bfloat16 ``[R, D]``, and the tokens that they are to say, ``[R, NUM_HEADS]``.
+    """What heads read, bfloat16 ``[R, D]``, and the tokens that they are to say, int32 ``[R, NUM_HEADS]``.
 
     Of what the model wrote; where there is nothing of this, of the files.
     """
@@ -112,19 +112,23 @@ def learned_rows(
         starts = np.ones(len(texts), dtype=np.int64)
     else:
         written = np.load(args.texts)
-        texts, starts = written["texts"].astype(np.int64), written["prompt_lengths"]
-    hidden, following = [], []
-    read = torch.compile(teacher.model, dynamic=False)
+        texts, starts = written["texts"], written["prompt_lengths"]
+    num_places = texts.shape[1] - NUM_HEADS - 1  # of a text, that have all tokens which its heads are to say
+    counts = np.clip(num_places + 1 - starts, 0, num_places)  # of these, those that the model wrote
+    # Made once: rows of 40,000 texts take 7 GB.
+    hidden = torch.empty(int(counts.sum()), teacher.config.hidden_size, dtype=torch.bfloat16)
+    following = torch.empty(len(hidden), NUM_HEADS, dtype=torch.int32)
+    read, end = torch.compile(teacher.model, dynamic=False), 0
     for first in range(0, len(texts), _TEXTS_AT_ONCE):
-        ids = torch.from_numpy(texts[first : first + _TEXTS_AT_ONCE])
+        some = slice(first, first + _TEXTS_AT_ONCE)
+        ids = torch.from_numpy(texts[some].astype(np.int64))
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             states = read(input_ids=ids, use_cache=False).last_hidden_state.to(torch.bfloat16)
         guessed = ids.unfold(1, NUM_HEADS, 1)[:, 2:]  # row p: tokens p + 2 and on
-        place = torch.arange(guessed.shape[1])
-        own = place >= torch.from_numpy(starts[first : first + _TEXTS_AT_ONCE])[:, None] - 1
-        hidden.append(states[:, : len(place)][own])
-        following.append(guessed[own])
-    return torch.cat(hidden), torch.cat(following)
+        own = torch.arange(num_places) >= torch.from_numpy(starts[some])[:, None] - 1
+        begin, end = end, end + int(counts[some].sum())
+        hidden[begin:end], following[begin:end] = states[:, :num_places][own], guessed[own]
+    return hidden, following
 
 
 def train(
@@ -145,7 +149,7 @@ def train(
         while True:
             order = torch.randperm(len(hidden), generator=generator)
             for rows in order[: len(order) // _ROWS * _ROWS].split(_ROWS):
-                read, wanted = hidden[rows], following[rows].T.contiguous()
+                read, wanted = hidden[rows], following[rows].T.long()
                 loss = sum(_Guessed.apply(student.rows(j, read), head, wanted[j]) for j in range(NUM_HEADS))
                 yield loss / NUM_HEADS, len(rows)
 

@@ -16,7 +16,7 @@ from compiled_llm.scheduling.draft_trees import DraftTree
 _PRIOR, _PRIOR_WEIGHT = 0.6, 2.0  # acceptance before anything is known, and for how many drafts that counts
 _MEMORY = 0.85  # of what is known of a request, what stays with each observation
 _LEAST_GAIN = 1.1  # that a step with drafts has to promise
-_LEAST_WORTH = 0.1  # of a draft, though it costs nothing
+_LEAST_WORTH = 0.05  # of a draft, though it costs nothing
 _LEAST_WORTH_OF_NODES = 0.02  # of a tree, which has many that are worth little
 _WORTH_BESIDE_PROMPTS = 0.5  # there a token costs about as much as in the largest steps
 _ORDERS = 6  # of lengths of proposals

@@ -162,6 +162,7 @@ class CompiledSteps:
         self._exact_attention = config.exact and device.type == "cuda"  # a CPU's one kernel is exact
         self.drafting = self._drafting(drafter)
         self._graph_pool = graph_pool
+        self._move_accepted: Callable[[SchedulerOutput], None] | None = None
         self._slot = 0  # of the tokens of the last step
         self._host_tokens: tuple[Tensor, Tensor] | None = None
         self._functions: dict[str, CompiledFunction] = {}
@@ -235,15 +236,20 @@ class CompiledSteps:
     def move_keys(self, output: SchedulerOutput) -> None:
         """Move keys and values of accepted drafts, where ``output`` says so."""
         if output.moved_keys:
-            kept = () if self.drafting is None else self.drafting.kv_cache
-            features = kept[-1][0] if kept and isinstance(kept[-1], FeatureCache | HiddenCache) else None
-            groups = split_by_window(self.model_config, self._windows, self.kv_cache)
-            latent = any(spec.latent_dim for spec in attention_layers(layers_of(self.model_config)))
-            move_accepted(output, groups, features, latent=latent)
+            self._move_accepted = self._move_accepted or self._moves()
+            self._move_accepted(output)
+
+    def _moves(self) -> Callable[[SchedulerOutput], None]:
+        """``move_accepted`` with the caches that are held. To find these takes longer than to move keys."""
+        kept = () if self.drafting is None else self.drafting.kv_cache
+        features = kept[-1][0] if kept and isinstance(kept[-1], FeatureCache | HiddenCache) else None
+        groups = split_by_window(self.model_config, self._windows, self.kv_cache)
+        latent = any(spec.latent_dim for spec in attention_layers(layers_of(self.model_config)))
+        return functools.partial(move_accepted, groups=groups, features=features, latent=latent)
 
     def hold(self, kv_cache: KVCache, draft_cache: KVCache = ()) -> None:
         """Take other caches in the place of those so far: see ``record_again``."""
-        self.kv_cache = kv_cache
+        self.kv_cache, self._move_accepted = kv_cache, None
         if self.drafting is not None:
             self.drafting.hold(kv_cache, draft_cache)
 

@@ -19,6 +19,8 @@ from compiled_llm.scheduling.request import RequestId
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.worker.request_rows import RequestRows
 
+_MOST_EMPTY = 1024  # blocks that requests got, until they are entered though nothing is drafted
+
 
 class Tokens(NamedTuple):
     """Tokens of the request in a row of ``RequestRows``, from the one at ``start`` on; ``token_ids``: [n] int32."""
@@ -47,6 +49,7 @@ class DraftCoverage:
         # Known tokens of each row of ``RequestRows``. Memory that is never written to is never taken.
         self._token_ids = np.zeros((limits.max_num_seqs, limits.max_model_len), dtype=np.int32)
         self._num_known: dict[RequestId, int] = {}
+        self._empty_blocks: list[int] = []  # that requests got: of these, what is known above is not true any more
 
     def expect(self, output: SchedulerOutput) -> bool:
         """A step is about to come: enter the blocks that it moves, and those that requests get.
@@ -68,15 +71,17 @@ class DraftCoverage:
                 if name in self._admitted:
                     self._admitted.discard(name)
                     self._begin(name, start)
-        if output.drafts_next:
-            return False
-        return not self._complete or self._complete.isdisjoint(output.request_ids)
+        is_done = not output.drafts_next and (not self._complete or self._complete.isdisjoint(output.request_ids))
+        if self._empty_blocks and (not is_done or len(self._empty_blocks) > _MOST_EMPTY):
+            self._enter_empty()
+        return is_done
 
     def _reset(self) -> None:
         """A step has failed: what the drafter has is not relied on."""
         self._complete.clear()
         self._admitted.clear()
         self._num_known.clear()
+        self._empty_blocks.clear()
         self._first_lacking[:] = 0
         self._first_lacking_on_host[:] = 0
 
@@ -96,6 +101,7 @@ class DraftCoverage:
 
     def _move_blocks(self, output: SchedulerOutput) -> None:
         """What is known of blocks moves with them."""
+        self._enter_empty()
         self._move(output, self._first_lacking, self._first_lacking_on_host)
 
     def _move(self, output: SchedulerOutput, device: np.ndarray, host: np.ndarray) -> None:
@@ -108,19 +114,26 @@ class DraftCoverage:
 
         Those before may be of another request that has computed the same: what the drafter has of these is known.
         """
+        places = {name: place for place, name in enumerate(output.request_ids)}
         for name, first, blocks in output.table_updates:
-            computed = output.num_computed_tokens[output.request_ids.index(name)] - first * self._size
+            computed = output.num_computed_tokens[places[name]] - first * self._size
             if computed > 0:
                 self._complete.discard(name)
             whole, rest = divmod(max(0, computed), self._size)
             if rest and whole < len(blocks):
+                self._enter_empty()
                 self._first_lacking[blocks[whole]] = min(self._first_lacking[blocks[whole]], rest)
                 whole += 1
-            # A request that decodes gets one block: indexing by a number takes a tenth of what a list does.
-            self._empty(blocks[whole] if len(blocks) == whole + 1 else list(blocks[whole:]))
+            self._empty_blocks += blocks[whole:]
 
-    def _empty(self, blocks: int | list[int]) -> None:
-        """Nothing is computed in this block, or these."""
+    def _enter_empty(self) -> None:
+        """Nothing is computed in blocks that requests got. Many at once: numpy takes 3 us for one as for a hundred."""
+        if self._empty_blocks:
+            self._empty(self._empty_blocks)
+            self._empty_blocks = []
+
+    def _empty(self, blocks: list[int]) -> None:
+        """Nothing is computed in these blocks."""
         self._first_lacking[blocks] = 0
 
     def lack_on_host(self, blocks: Sequence[int]) -> None:

@@ -106,10 +106,10 @@ void multiply_block(const Kernels& kernels, const Layer& layer, const Cut& cut, 
   for (int64_t word = 0, words; word < length; word += words) {
     words = std::min(cut.chunk, length - word);
     const uint8_t* later = word + cut.ahead < length ? left.words + (word + cut.ahead) * WORD_BYTES : next;
-    const int64_t each = (words + row_groups - 1) / row_groups;
-    for (int64_t first = 0; first < rows; first += cut.group, later += each * WORD_BYTES) {
+    const int64_t each = (words * WORD_BYTES / LINE + row_groups - 1) / row_groups, at_once = (each + words - 1) / words;
+    for (int64_t first = 0; first < rows; first += cut.group, later += each * LINE) {
       const int64_t m = std::min(cut.group, rows - first);
-      const Work work = {x, words, sums + first * GROUP, word == 0, later, each};
+      const Work work = {x, words, sums + first * GROUP, word == 0, later, each, at_once};
       if (cut.expands && first > 0) kernels.multiply[m - 1](work, expanded);
       else kernels.multiply_compressed[m - 1](work, left, word, cut.expands ? expanded : nullptr);
       x += m * words;

@@ -67,17 +67,19 @@ INLINE void add_products_of(const uint32_t* x, const __m512i (&w)[TILES], Vec (&
   }
 }
 
-// Fetches a word at a time. A prefetch never faults, so it may be past the end of the weights.
+// Fetches some lines with each word. Evenly: memory waits while none are asked for, and the processor where many are at
+// once. A prefetch never faults, so it may be past the end of the weights.
 struct Fetch {
   const uint8_t *next, *end;
+  int64_t at_once;
 
-  INLINE explicit Fetch(const Work& work) : next(work.later), end(work.later + work.later_words * WORD_BYTES) {}
+  INLINE explicit Fetch(const Work& work)
+      : next(work.later), end(work.later + work.later_lines * LINE), at_once(work.lines_at_once) {}
   INLINE void operator()() {
     // What the compiler cannot see through: GCC 12 would make two loops of one, and keep sums in memory in both.
     asm volatile("" : "+r"(next));
-    if (next == end) return;
-    for (int i = 0; i < 3; ++i) __builtin_prefetch(next + 64 * i, 0, 3);
-    next += WORD_BYTES;
+    if (next >= end) return;
+    for (int64_t i = 0; i < at_once; ++i, next += LINE) __builtin_prefetch(next, 0, 3);
   }
 };
 

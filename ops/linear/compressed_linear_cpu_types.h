@@ -12,6 +12,7 @@ namespace {
 constexpr int64_t TILE = 16;                        // outputs of a tile: a 512-bit register of float32
 constexpr int64_t TILES = 4, GROUP = TILES * TILE;  // of a group, whose words lie side by side
 constexpr int64_t WORD_BYTES = 192;                 // of a group's word, a pair of inputs: lower bytes, then codes
+constexpr int64_t LINE = 64;                        // bytes that a cache holds together
 constexpr int64_t TABLE_BYTES = 128;                // of a group: 16 upper bytes for each 8 outputs
 constexpr int64_t ROWS = 6;                         // of a product, at most
 
@@ -40,8 +41,8 @@ struct Work {
   int64_t words;
   float* sums;  // [M, GROUP]
   bool first;   // the sums start at zero, and are not read
-  const uint8_t* later;  // words to fetch into L1 meanwhile,
-  int64_t later_words;   // and how many
+  const uint8_t* later;               // what to fetch into L1 meanwhile:
+  int64_t later_lines, lines_at_once;  // of 64 bytes, and how many of them with each word
 };
 
 struct Kernels {

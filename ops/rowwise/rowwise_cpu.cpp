@@ -11,6 +11,7 @@
 #include <tuple>
 #include <vector>
 
+#include "../attention/move_keys_cpu.h"
 #include "../moe/routing_cpu.h"
 #include "../parallel/shared_buffers.h"
 #include "rowwise_cpu_rows.h"
@@ -391,6 +392,7 @@ const std::vector<Op> ops = {
     {"sigmoid_gated", Boxed<sigmoid_gated>::call, Boxed<sigmoid_gated>::direct},
     {"write_slots", Boxed<write_slots>::call, Boxed<write_slots>::direct},
     {"rows_at", Boxed<rows_at>::call, Boxed<rows_at>::direct},
+    {"move_keys", Boxed<move_keys>::call, Boxed<move_keys>::direct},
     {"log_sum_exp", Boxed<log_sum_exp>::call, Boxed<log_sum_exp>::direct},
     {"log_sum_exp_of_ranks", Boxed<log_sum_exp_of_ranks>::call, Boxed<log_sum_exp_of_ranks>::direct},
     {"route", Boxed<route>::call, Boxed<route>::direct},

@@ -185,6 +185,7 @@ LAYER_SKIP = Checks(("tests/e2e/test_layer_skip.py",), load_torch=True)
 TREES = Checks(("tests/scheduling/test_draft_trees.py", "tests/e2e/test_draft_trees.py"), load_torch=True)
 NETWORK_TREES = Checks(("tests/worker/test_draft_trees.py", "tests/e2e/test_network_trees.py"), load_torch=True)
 LATENT_TREES = Checks(("tests/ops/attention/test_latent_trees.py",), load_torch=True)
+MOVED_KEYS = Checks(("tests/ops/attention/test_move_keys.py",), load_torch=True)
 NETWORKS = Checks(
     ("tests/worker/test_draft_coverage.py", "tests/scheduling/test_worker_drafts.py", "tests/e2e/test_draft_model.py"),
     load_torch=True,
@@ -484,12 +485,13 @@ _PLANTED = """
             tree_rows: masks[parent] | 1 << row => masks[parent] | 1 << row | (1 << row - 1 if row > 1 else 0)
         a row of a tree does not see its parent
             tree_rows: masks[parent] | 1 << row => 1 | 1 << row
-    ops.attention.move_keys, TREES
+    ops.attention.move_keys, MOVED_KEYS
         values stay where they are
-            move_keys_reference: values[targets, :, to_offset // v_width, :, to_offset % v_width] = lanes => ...
-    ops.attention.move_keys, LATENT_TREES
-        latents stay where they are
-            move_keys_reference: (keys, values) if latent else (keys,) => (keys,)
+            move_keys_reference: (k_cache, v_cache) => (k_cache,)
+        scales stay where they are
+            move_keys_reference: (k_scale, v_scale) => ()
+        keys stay where they are
+            move_keys_reference: (k_cache, v_cache) => (v_cache,)
     ops.attention.latent_attention, LATENT_TREES
         a tree over latents sees its siblings
             latent_attention_reference: ancestors[start] != 0 => False
@@ -575,7 +577,7 @@ _PLANTED = """
         what the drafter lacks of a copied block is not known
             DraftCoverage._move: move(output.copies, device, device) =>
         a block that another request had is taken for computed
-            DraftCoverage._enter_tables: blocks[whole] if len(blocks) == whole + 1 else list(blocks[whole:]) => []
+            DraftCoverage._enter_tables: self._empty_blocks += blocks[whole:] => pass
         a request that takes the blocks of another is taken to lack nothing
             DraftCoverage._enter_tables: self._complete.discard(name) =>
         tokens of the first request are entered for all

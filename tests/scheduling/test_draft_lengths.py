@@ -40,10 +40,10 @@ def by_row(num_requests: int) -> Callable[[int], float]:
 def test_where_rows_cost_nothing_all_drafts_of_worth_are_taken() -> None:
     free = FREE.__getitem__
     assert lengths([0.9, 0.9], [3, 2], 2, free, 99) == [3, 2]
-    assert lengths([0.9, 0.3], [3, 3], 2, free, 99) == [3, 1], "0.3 squared is next to nothing"
+    assert lengths([0.9, 0.3], [3, 3], 2, free, 99) == [3, 2], "the third power of 0.3 is next to nothing"
     assert lengths([0.9, 0.9], [3, 2], 2, free, 4) == [2, 2]
     assert lengths([0.2], [1], 1, free, 99) == [1]
-    assert lengths([0.05] * 4, [1] * 4, 4, free, 99) == [0] * 4
+    assert lengths([0.04] * 4, [1] * 4, 4, free, 99) == [0] * 4
 
 
 def test_where_each_row_costs_as_much_as_a_request_there_are_no_drafts() -> None:
