@@ -124,29 +124,35 @@ def measure_decodes(
     progress: StartProgress,
     agreed: Callable[[float], float] = lambda seconds: seconds,
 ) -> dict[tuple[int, int], tuple[float, float]]:
-    """Seconds of a greedy step in each decode bucket, by the bucket's requests and tokens, and of sampling after it.
+    """Seconds of a greedy step in each decode bucket, and of sampling after it.
 
     Once a bucket of a batch size takes longer than it could be worth, if all its drafts were right, the larger ones of
     that size are not run: so many times as many tokens are taken to last so many times as long.
+
+    Returns:
+        By requests and tokens: those of the bucket where a step takes the time of its bucket, and on a CPU those that
+        were in the step. There may be fewer of these, in the largest bucket.
     """
     found: dict[tuple[int, int], tuple[float, float]] = {}
     with progress.stage("measuring decodes", {"decode buckets": 1.0}, is_long=False) as stage:
         stage.next("decode buckets")
         for size in limits.decode_bucket_sizes:
             buckets = [bucket for bucket in steps.buckets if bucket.kind == "decode" and bucket.num_requests == size]
+            requests = size if steps.device.type != "cpu" else min(size, limits.max_num_seqs)
             first = last = seconds_of_decode(buckets[0], steps, limits, facts, agreed)
-            found[size, buckets[0].num_tokens] = first
-            pays, tokens = True, buckets[0].num_tokens
+            found[requests, requests] = first
+            pays, lens = True, 1  # tokens of each request
             for bucket in buckets[1:]:
-                longer = bucket.num_tokens / tokens
+                more = bucket.num_tokens // size
+                longer = more / lens
                 if pays:
                     last = seconds_of_decode(bucket, steps, limits, facts, agreed)
                 else:
                     last = last[0] * longer, last[1] * longer
-                tokens = bucket.num_tokens
-                most = tokens / buckets[0].num_tokens  # more was another program's doing
-                found[size, tokens] = min(last[0], first[0] * most), min(last[1], first[1] * most)
-                pays = pays and last[0] / first[0] < tokens / buckets[0].num_tokens
+                lens = more
+                # More was another program's doing.
+                found[requests, requests * lens] = min(last[0], first[0] * lens), min(last[1], first[1] * lens)
+                pays = pays and last[0] / first[0] < lens
     return found
 
 
@@ -206,7 +212,7 @@ def _timed(run: Callable[[], Any], device: torch.device) -> float:
 def _decodes(bucket: Bucket, limits: EngineLimits, facts: WorkerFacts) -> SchedulerOutput:
     """A step that fills a decode bucket, of requests with some tokens before, which all have the same blocks.
 
-    As far as there may be so many requests: the largest bucket may have room for more.
+    With at most ``max_num_seqs`` of them: the largest bucket may have room for more.
     """
     count = bucket.num_tokens // bucket.num_requests
     room = min(limits.max_model_len, min([facts.num_blocks, *(n for _, n in facts.window_places)]) * limits.block_size)

@@ -1,5 +1,7 @@
 """What the start measures for the choice of drafts."""
 
+import math
+
 from compiled_llm import CompiledEngine
 from compiled_llm.scheduling.bucket import buckets_of
 from compiled_llm.system.progress import StartProgress
@@ -25,12 +27,17 @@ def test_decodes_of_all_sizes_have_seconds_and_sampling_has_its_own() -> None:
 
 
 def test_a_bucket_with_room_for_more_requests_than_may_run_is_measured() -> None:
+    """A step on a CPU has no padding: so its seconds are those of the requests that may run."""
     sizes = {"bucket_sizes": (1, 4), "max_num_seqs": 3, "max_model_len": 64, "num_kv_blocks": 20, "progress": "off"}
     config = {"method": "ngram", "num_speculative_tokens": 1}
     with CompiledEngine(**sizes, enforce_eager=True, speculative_config=config) as engine:
-        decodes = dict(engine.runner.facts.decode_seconds)
-    assert set(decodes) == {(1, 1), (1, 2), (4, 4), (4, 8)}
+        facts = engine.runner.facts
+        assert engine.scheduler.drafts is not None
+        costs = engine.scheduler.drafts.costs
+    decodes = dict(facts.decode_seconds)
+    assert set(decodes) == {(1, 1), (1, 2), (3, 3), (3, 6)} == set(dict(facts.sampling_seconds))
     assert min(decodes.values()) > 0
+    assert 0 < costs.device(3, 3, samples=True) < math.inf, "all of them with all drafts"
 
 
 def test_ranks_agree_after_which_bucket_none_is_measured() -> None:
