@@ -149,7 +149,7 @@ def train(
         while True:
             order = torch.randperm(len(hidden), generator=generator)
             for rows in order[: len(order) // _ROWS * _ROWS].split(_ROWS):
-                read, wanted = hidden[rows], following[rows].T.long()
+                read, wanted = hidden[rows], following[rows].long().T.contiguous()
                 loss = sum(_Guessed.apply(student.rows(j, read), head, wanted[j]) for j in range(NUM_HEADS))
                 yield loss / NUM_HEADS, len(rows)
 

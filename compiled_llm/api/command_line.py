@@ -192,7 +192,21 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, without: Collection[
 def add_drafters_flag(parser: argparse.ArgumentParser) -> None:
     """``--drafters``: pairs of a method and the ``model`` of its ``speculative_config``."""
     drafters = "what drafts by methods that need a model: draft_model=DIR eagle3=DIR"
-    parser.add_argument("--drafters", nargs="+", type=_drafter, default=[], metavar="METHOD=DIR", help=drafters)
+    parser.add_argument(
+        "--drafters", nargs="+", type=_drafter, action=_EachOnce, default=[], metavar="METHOD=DIR", help=drafters
+    )
+
+
+class _EachOnce(argparse.Action):
+    """Refuses pairs of which two have the same first part."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        for place, (name, _) in enumerate(values):
+            if name in [earlier for earlier, _ in values[:place]]:
+                raise argparse.ArgumentError(self, f"must have each method once, given {name} twice: leave one out")
+        setattr(namespace, self.dest, values)
 
 
 def _drafter(text: str) -> tuple[str, str]:

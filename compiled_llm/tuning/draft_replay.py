@@ -64,7 +64,7 @@ class KnownDrafts:
         samples: what the model samples behind wrong drafts.
         seconds: in which the network drafts, by how many requests it drafts for; empty: there is no network.
         reading_seconds: of a token that the network did not compute when the model did, as those of prompts.
-        num_tokens, num_again: tokens of outputs, and how many of them the model sampled again, by itself.
+        num_tokens, num_again: tokens of outputs, and at how many of them the model sampled the same by itself.
     """
 
     drafts: Mapping[tuple[int, int], tuple[int, ...]] = dataclasses.field(default_factory=dict)

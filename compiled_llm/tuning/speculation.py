@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -26,9 +26,14 @@ from compiled_llm.tuning.draft_replay import KnownDrafts, KnownRequest, Replay, 
 LEAST_GAIN = 1.02  # over no drafts, that is worth a setting
 LEAST_AGAIN = 0.98  # of the tokens: others come of kernels that round in another way
 _NOT_AGAIN = (
-    "So they were sampled with other parameters or seeds, and what a model would have drafted with those is not known. "
-    "Its drafts are right far less often here than they would be. Give the parameters and seed of that run; or "
-    "--serve-again, and the model answers the prompts anew"
+    "So they were sampled with other parameters or seeds, behind prompts that were cut or encoded in another way, with "
+    "some tokens forbidden, or by an adapter. What a model would have drafted then is not known: its drafts are right "
+    "far less often here than they would be. Give the flags and the seed of that run (results do not say what "
+    "parameters a row had of its own); or --serve-again, and the model answers the prompts anew"
+)
+_NOT_AGAIN_HERE = (
+    "The model gave these outputs in this run. So it rounds in another way where other requests are beside them, or "
+    "penalties counted other tokens, and its drafts are right less often here than they would be"
 )
 
 
@@ -116,8 +121,15 @@ def _are_ids(value: Any) -> bool:
     )
 
 
-def to_be_served(lines: Sequence[TraceLine]) -> list[TraceLine]:
-    """``lines`` without their outputs: rows that ask for as many of the same lengths."""
+def to_be_served(
+    lines: Sequence[TraceLine], most_tokens: int | None = None, *, greedy: bool = False
+) -> list[TraceLine]:
+    """``lines`` without their outputs: rows that ask for as many, each at most as long as the longest of its line.
+
+    Args:
+        most_tokens: of an output; None: any number.
+        greedy: one output of each alone: others would be the same.
+    """
     made = []
     for place, line in enumerate(lines):
         if line.prompt is None:
@@ -125,9 +137,11 @@ def to_be_served(lines: Sequence[TraceLine]) -> list[TraceLine]:
             continue
         longest = max(len(tokens) for tokens, _ in line.outputs)
         name = "prompt" if isinstance(line.prompt, str) else "prompt_token_ids"
-        sampling = {"n": len(line.outputs), "max_tokens": longest}
+        count = 1 if greedy else len(line.outputs)
+        sampling = {"n": count, "max_tokens": min(longest, most_tokens or longest)}
         row = row_of_object(place, line.name, {name: line.prompt, "sampling_params": sampling})
-        assert row.error is None, row.error
+        if row.error is not None:
+            raise ValueError(f"{line.name}: {row.error}")
         made.append(TraceLine(line.name, None, (), row))
     return made
 
@@ -237,7 +251,7 @@ class Rating:
         all_drafts: the replay that takes all drafts.
         rates: tokens a second, by batch size.
         ratios: of these to the rates without drafts.
-        drafts: what a model does for them; None: the method drafts from tokens alone.
+        drafts: what a model does for them, without the drafts themselves; None: the method drafts from tokens alone.
     """
 
     config: Mapping[str, Any]
@@ -259,7 +273,7 @@ class Result:
     Attributes:
         plain: tokens a second without drafts, by batch size.
         ratings: of all candidates.
-        again: the share of the outputs' tokens that the model sampled again; None: no model was asked.
+        again: at which share of the outputs' tokens the model sampled the same again; None: no model was asked.
     """
 
     num_requests: int
@@ -282,12 +296,13 @@ def tune(
     seconds: StepSeconds,
     *,
     one_graph: bool,
-    drafts: Mapping[int, KnownDrafts] = MappingProxyType({}),
+    drafts: Iterable[tuple[int, KnownDrafts | None]] = (),
 ) -> Result:
     """Replay ``requests`` without drafts and with each of ``configs``.
 
     Args:
-        drafts: of those of ``configs`` for which a model drafts, by their places: what it does.
+        drafts: of those of ``configs`` for which a model drafts, their places and what it does; None: it cannot, and
+            that one is left out. Each is replayed as it comes, and not kept.
         batch_sizes: requests at once, rising; at most as many as there are requests.
         seconds: of steps in decode buckets of these sizes.
         one_graph: as in ``EngineLimits.with_drafts``.
@@ -300,24 +315,38 @@ def tune(
     plain = {size: replay(requests, limits[size], None, seconds).tokens_per_second for size in batch_sizes}
     if not all(plain.values()):
         raise ValueError("the outputs of a trace must have more than one token: there is no step to draft for")
-    ratings = []
-    for place, config in enumerate(configs):
-        known, adaptive = drafts.get(place), SpeculativeConfig.of(config)
+    ratings, again = dict[int, Rating | None](), list[float]()
+
+    def rate(config: Mapping[str, Any], known: KnownDrafts | None) -> Rating:
+        adaptive = SpeculativeConfig.of(config)
         rates = {
             size: replay(requests, limits[size], adaptive, seconds, known).tokens_per_second for size in batch_sizes
         }
         every = replay(requests, alone, SpeculativeConfig.of({**config, "adaptive": False}), None, known)
         ratios = {size: rates[size] / plain[size] for size in batch_sizes}
-        ratings.append(Rating(config, every, rates, ratios, known))
-    again = min((known.num_again / known.num_tokens for known in drafts.values() if known.num_tokens), default=None)
-    return Result(len(requests), sum(len(one.output_token_ids) for one in requests), plain, ratings, again)
+        kept = None if known is None else dataclasses.replace(known, drafts={}, samples={})
+        return Rating(config, every, rates, ratios, kept)
+
+    for place, known in drafts:
+        ratings[place] = None if known is None else rate(configs[place], known)
+        if known is not None and known.num_tokens:
+            again.append(known.num_again / known.num_tokens)
+        del known  # before the next one is recorded
+    for place, config in enumerate(configs):
+        if place not in ratings:
+            ratings[place] = rate(config, None)
+    rated = [rating for _, rating in sorted(ratings.items()) if rating is not None]
+    if not rated:
+        raise ValueError("there is nothing to compare: no engine with one of --methods could start")
+    num_tokens = sum(len(one.output_token_ids) for one in requests)
+    return Result(len(requests), num_tokens, plain, rated, min(again, default=None))
 
 
 # -- What is printed
 
 
-def text_of(result: Result) -> str:
-    """What a person reads."""
+def text_of(result: Result, *, all_answered: bool = False) -> str:
+    """What a person reads. ``all_answered``: the model gave all outputs in this run."""
     none = {"method": "none", "lookup": "", "tokens": None, "right": "", "a step": 1.0, "us": None}
     rows = [{**none, **_rates(result.plain), "right at 1, 2, 3...": ""}]
     for rating in result.ratings:
@@ -343,9 +372,9 @@ def text_of(result: Result) -> str:
         tables.text_table(rows),
     ]
     if result.again is not None:
-        lines.append(f"{result.again:.1%} of the tokens are those that the model samples again")
+        lines.append(f"asked again, the model chose the same token in {result.again:.1%} of all places")
         if result.again < LEAST_AGAIN:
-            lines.append(_NOT_AGAIN)
+            lines.append(_NOT_AGAIN_HERE if all_answered else _NOT_AGAIN)
     for size in result.plain:
         best = max(result.ratings, key=lambda rating: rating.ratios[size])
         name = _name(best) if best.ratios[size] >= LEAST_GAIN else "no drafts"

@@ -5,6 +5,7 @@ import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,21 @@ import pytest
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.api.speculative_config import SpeculativeConfig
 from compiled_llm.checkpoint.model_files import DEMO_MODEL
+from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.request import RequestId
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.scheduling.worker import StepResult
 from compiled_llm.tuning import draft_recording
-from compiled_llm.tuning.draft_replay import KnownDrafts, KnownRequest, Served, replay, wrong_drafts
+from compiled_llm.tuning.draft_recording import _Recording
+from compiled_llm.tuning.draft_replay import (
+    KnownDrafts,
+    KnownRequest,
+    Served,
+    known_tokens,
+    limits_for,
+    replay,
+    wrong_drafts,
+)
 from tests.mtp_checkpoints import guessing_checkpoint
 
 _CODE = (
@@ -137,20 +149,66 @@ def test_a_network_drafts_behind_tokens_that_the_model_would_not_have_sampled() 
     assert [known.drafts[place] for place in places] == [tuple(out.outputs[0].token_ids) for out in outputs]
 
 
-def test_what_drafting_takes_is_measured_for_so_many_requests() -> None:
+def test_what_drafting_takes_is_measured_for_so_many_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one token each there is no step to draft for; of those that have more, the longest are served."""
     config = config_of("medusa", num_speculative_tokens=1)
     requests = [KnownRequest([number, 7, 8], [9] * (1 + 11 * (number > 0)), number == 2) for number in range(3)]
     wanted = SpeculativeConfig.of(config)
     with engine_of(config) as engine:
-        known = draft_recording.with_seconds(KnownDrafts(), engine, wanted, requests, [1, 2, 3])
+        exchanges = []
+        launch = engine.own_runner.launch
+        monkeypatch.setattr(
+            engine.own_runner, "launch", lambda out: exchanges.append(engine.own_runner.exchange) or launch(out)
+        )
+        with pytest.warns(UserWarning, match="not measured for 3 requests at once.*it is taken to last as for 1, 2"):
+            known = draft_recording.with_seconds(KnownDrafts(), engine, wanted, requests, [1, 2, 3])
+        assert set(exchanges) == {None}, "no copy of tokens counts as drafting"
         with pytest.raises(ValueError, match="must have more than one token"):
             draft_recording.with_seconds(KnownDrafts(), engine, wanted, requests[:1], [1])
         long = KnownRequest(range(5), [1] * engine.scheduler.request_capacity)
         with pytest.raises(ValueError, match="a request of the trace has 1029 tokens with its output"):
             draft_recording.record(engine, wanted, [long])
+        assert engine.own_runner.exchange is None
     assert set(known.seconds) == {1, 2}
     assert min(known.seconds.values()) > 0
+
+
+def test_nothing_is_put_in_the_place_of_tokens_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("lookahead", num_speculative_tokens=2)
+    with engine_of(config) as engine:
+        monkeypatch.setattr(type(engine.own_runner), "collect", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            draft_recording.record(engine, SpeculativeConfig.of(config), [KnownRequest([1, 2], [3, 4])])
+        assert engine.own_runner.exchange is None
+
+
+def test_a_token_is_counted_where_it_is_sampled() -> None:
+    """Not where it is computed again, in parts, after its request had to leave."""
+    recording = _Recording(SimpleNamespace(own_runner=None))  # type: ignore[arg-type]
+    output = SchedulerOutput(
+        request_ids=(RequestId("0"), RequestId("1")),
+        num_scheduled_tokens=(4, 1),
+        num_computed_tokens=(0, 1),
+        num_samples=(0, 1),
+        token_ids=(7, 8, 10, 11, 9),
+    )
+    running = [Served(KnownRequest([7, 8], [10, 11, 12]), 0), Served(KnownRequest([7, 9], [13, 14]), 1)]
+    tokens = known_tokens(output, running)
+    assert tokens == (12, 13), "the first is not sampled"
+    result = StepResult(Bucket("tokens", 8, 2), (12, 99))
+    assert recording._entered(output, running, tokens, result).sampled_token_ids == tokens
+    assert (recording.num_tokens, recording.num_again) == (1, 0)
+
+
+def test_the_samples_of_each_number_of_drafts_count_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(engine: Any, config: SpeculativeConfig, requests: Any) -> KnownDrafts:
+        return KnownDrafts(samples={(0, config.num_tokens, (1,)): 5}, num_again=config.num_tokens)
+
+    monkeypatch.setattr(draft_recording, "record", record)
+    configs = [{"method": "ngram"}, *(config_of("lookahead", num_speculative_tokens=count) for count in (3, 7))]
+    found = draft_recording.of_lookahead(None, [], configs)  # type: ignore[arg-type]
+    samples = {(0, 3, (1,)): 5, (0, 7, (1,)): 5}
+    assert found == {place: KnownDrafts(samples=samples, num_again=count) for place, count in ((1, 3), (2, 7))}
 
 
 def test_what_stands_before_a_wrong_draft_does_not_depend_on_the_step() -> None:
@@ -175,6 +233,21 @@ def test_seconds_of_drafting_between_those_that_were_measured() -> None:
     assert [known.drafting_seconds(size) for size in (1, 3, 4, 10, 16, 20)] == [1.0, 3.0, 4.0, 7.0, 10.0, 10.0]
 
 
+def test_drafting_counts_behind_each_step_and_each_token_of_prompts_once() -> None:
+    requests = [KnownRequest([1] * 5, [2, 3, 4, 5]), KnownRequest([6] * 7, [7, 8, 9, 10])]
+    config = SpeculativeConfig(method="layer_skip", num_speculative_tokens=1, adaptive=False)
+    of_both = KnownDrafts(seconds={1: 4.0, 2: 8.0}, reading_seconds=0.25)
+    right = dataclasses.replace(of_both, drafts={(number, 5 + 2 * number + 1): (3 + 5 * number,) for number in (0, 1)})
+    found = []
+    for size in (1, 2):
+        limits = limits_for(requests, [1, 2][:size], one_graph=True)
+        found.append([replay(requests, limits, config, None, known).draft_seconds for known in (of_both, right)])
+    # Behind each of four steps, or of three where one gives the second and the third token.
+    reading = 0.25 * (5 + 7)
+    alone, beside = [2 * 4 * 4.0 + reading, 2 * 3 * 4.0 + reading], [4 * 8.0 + reading, 3 * 8.0 + reading]
+    assert found == [pytest.approx(alone, abs=0.01), pytest.approx(beside, abs=0.01)], "and what looking takes here"
+
+
 def test_the_longest_chain_is_recorded_once_and_each_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded, measured, started = list[int](), list[int](), list[int]()
 
@@ -188,17 +261,20 @@ def test_the_longest_chain_is_recorded_once_and_each_is_measured(monkeypatch: py
 
     def start(config: Mapping[str, Any]) -> Any:
         started.append(config["num_speculative_tokens"])
-        return contextlib.nullcontext()
+        return None if config["num_speculative_tokens"] == 9 else contextlib.nullcontext()
 
     monkeypatch.setattr(draft_recording, "record", record)
     monkeypatch.setattr(draft_recording, "with_seconds", with_seconds)
     tree = config_of("medusa", num_speculative_tokens=7, speculative_token_tree="auto")
     configs = [{"method": "ngram", "num_speculative_tokens": 15}, config_of("medusa", num_speculative_tokens=2)]
     configs += [config_of("medusa", num_speculative_tokens=4), tree, config_of("eagle3", num_speculative_tokens=1)]
-    found = draft_recording.of_networks(start, [], configs, [1])
-    assert started == measured == [7, 4, 2, 1]
-    assert recorded == [7, 4, 1]
-    assert {place: (known.num_tokens, known.seconds[1]) for place, known in found.items()} == {
+    configs.append(config_of("eagle3", num_speculative_tokens=9))
+    found = dict(draft_recording.of_networks(start, [], configs, [1]))
+    assert started == [9, 1, 4, 2, 7], "the chains of a method one after the other"
+    assert measured == [1, 4, 2, 7]
+    assert recorded == [1, 4, 7]
+    assert found.pop(5) is None, "its engine could not start"
+    assert {place: (known.num_tokens, known.seconds[1]) for place, known in found.items() if known is not None} == {
         1: (4, 2.0),
         2: (4, 4.0),
         3: (7, 7.0),

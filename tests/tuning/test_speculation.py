@@ -1,6 +1,8 @@
 """``compiled-llm tune speculation``: what it reads, what it says, and what it refuses."""
 
 import json
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,11 @@ import pytest
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.api.speculative_config import SpeculativeConfig
 from compiled_llm.checkpoint.model_files import DEMO_MODEL
+from compiled_llm.commands.tune import speculation as command
 from compiled_llm.commands.tune.speculation import main
 from compiled_llm.offline.serving import with_seed
 from compiled_llm.tuning import speculation
-from compiled_llm.tuning.draft_replay import KnownRequest
+from compiled_llm.tuning.draft_replay import KnownDrafts, KnownRequest
 
 PROGRAM = "compiled-llm tune speculation"
 PHRASE = list(range(20, 40))
@@ -119,13 +122,15 @@ def test_what_a_network_drafts_is_seen_and_measured(tmp_path: Path, capsys: pyte
     assert 'an engine starts with {"method": "medusa"' in printed
     assert result["output_tokens"] == 2 * 12 + 28
     assert 24 <= round(52 * result["sampled_again"]) < 52, "all of the first"
-    assert "what a model would have drafted with those is not known" in printed
+    assert "What a model would have drafted then is not known" in printed
     ngram, lookahead, medusa = result["candidates"]
     assert medusa["speculative_config"]["model"].endswith("medusa")
     assert min(ngram["num_drafts"], lookahead["num_drafts"]) > 0 == ngram.get("network_seconds", 0)
     assert set(medusa["network_seconds"]) == {"1", "2"}
     assert medusa["num_drafts"] > lookahead["num_drafts"]
-    assert medusa["draft_seconds"] > medusa["num_drafts"] * min(medusa["network_seconds"].values())
+    # Of one request at a time, behind each step: one for its prompt, and one for each token but those that were right.
+    steps = 52 - sum(medusa["num_accepted_by_position"])
+    assert medusa["draft_seconds"] > (steps - 3) * medusa["network_seconds"]["1"]
 
 
 def test_a_result_of_batch_is_sampled_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,7 +144,7 @@ def test_a_result_of_batch_is_sampled_again(tmp_path: Path, capsys: pytest.Captu
     words = [*files(tmp_path, [line]), "--methods", "lookahead", "--draft-tokens", "1", "--temperature", "1"]
     assert main(PROGRAM, [*words, "--enforce-eager", "--progress", "off"]) == 0
     printed = capsys.readouterr().out
-    assert "100.0% of the tokens are those that the model samples again\nbest at" in printed
+    assert "the model chose the same token in 100.0% of all places\nbest at" in printed
     assert json.loads(printed.splitlines()[-1])["sampled_again"] == 1.0
 
 
@@ -204,6 +209,134 @@ def test_a_trace_whose_prompts_are_answered_anew(tmp_path: Path) -> None:
         (1, {"prompt": "b"}, {"n": 2, "max_tokens": 2}),
         (2, {"prompt_token_ids": [5, 6]}, {"n": 1, "max_tokens": 4}),
     ]
+
+
+def test_new_outputs_are_as_many_and_as_long_as_flags_allow(tmp_path: Path) -> None:
+    lines = [{"prompt": "b", "token_ids": [1, 2, 3], "outputs": [{"token_ids": [1, 2, 3]}, {"token_ids": [3]}]}]
+    made = speculation.to_be_served(speculation.read_trace([Path(files(tmp_path, lines)[1])]), 2, greedy=True)
+    assert made[0].row is not None
+    assert made[0].row.sampling == {"n": 1, "max_tokens": 2}
+
+
+def test_prompts_are_answered_anew_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Greedily, where the trace has two outputs of a prompt, and shorter than they were."""
+    lines = [result_line(number) for number in range(2)]
+    lines[0]["outputs"] = [{"token_ids": [1, 2, 3, 4]}, {"token_ids": [3]}]
+    words = [*files(tmp_path, lines), "--serve-again", "--temperature", "0", "--max-tokens", "3", "--ignore-eos"]
+    words += ["--methods", "lookahead", "--draft-tokens", "1", "3", "--enforce-eager", "--progress", "off"]
+    assert main(PROGRAM, words) == 0
+    printed = capsys.readouterr().out
+    result = json.loads(printed.splitlines()[-1])
+    assert "2 requests of the trace have no output" in printed
+    assert (result["requests"], result["output_tokens"], result["sampled_again"]) == (2, 6, 1.0)
+    assert [one["speculative_config"]["num_speculative_tokens"] for one in result["candidates"]] == [1, 3]
+
+
+def test_an_engine_that_cannot_start_leaves_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(args: Any, drafting: Any) -> None:
+        raise ValueError("no room")
+
+    monkeypatch.setattr(command, "_started", fail)
+    words = [*files(tmp_path, [result_line(number) for number in range(2)]), "--draft-tokens", "3"]
+    assert main(PROGRAM, [*words, "--methods", "suffix", "layer_skip"]) == 0
+    printed = capsys.readouterr().out
+    assert "is left out, as its engine cannot start: no room" in printed
+    methods = [one["speculative_config"]["method"] for one in json.loads(printed.splitlines()[-1])["candidates"]]
+    assert methods == ["suffix"]
+    with pytest.raises(SystemExit):
+        main(PROGRAM, [*words, "--methods", "layer_skip"])
+    assert "no engine with one of --methods could start" in capsys.readouterr().err
+
+
+_MEDUSA = f"medusa={DEMO_MODEL.parent / 'demo_drafters' / 'medusa'}"
+
+
+@pytest.mark.parametrize(
+    ("words", "line", "message"),
+    [
+        (["--max-num-seqs", "1"], {}, "--batch-sizes must be at most --max-num-seqs, 1, given 2"),
+        (["--methods", "lookahead", "--bad-words", "a"], {}, "--bad-words must be left out for --methods lookahead"),
+        (["--methods", "mtp", "--allowed-token-ids", "3"], {}, "--allowed-token-ids must be left out for"),
+        (["--methods", "lookahead", "--tensor-parallel-size", "2"], {}, "--tensor-parallel-size and"),
+        (["--methods", "lookahead", "--trees"], {}, "--trees must be left out where no method has trees"),
+        (["--drafters", _MEDUSA, _MEDUSA], {}, "must have each method once, given medusa twice"),
+        (["--drafters", "medusa=/no/such/heads"], {}, "/no/such/heads"),
+        (["--drafters", _MEDUSA, "--draft-tokens", "9"], {}, "num_speculative_tokens must be at most 4, the heads of"),
+        (["--serve-again", "--min-tokens", "3"], {}, "--min-tokens must be left out with --serve-again"),
+        (["--truncate-prompt-tokens", "-1"], {}, "--truncate-prompt-tokens must be a number of tokens"),
+        ([], {"lora": "a"}, "lora must be left out, as no adapters are served, given 'a'"),
+        (["--methods", "lookahead"], {"sampling_params": {"min_tokens": 2}}, "line 1: min_tokens must be left out"),
+        (["--temperature", "0"], {"sampling_params": {"n": 2}}, "line 1: n must be 1 with temperature=0"),
+    ],
+)
+def test_what_would_be_ignored_or_fail_late_is_refused_before_an_engine_starts(
+    words: list[str],
+    line: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(command, "_started")
+    lines: list[Any] = [{"prompt": "a", **line}] if line else [result_line(0)] * 2
+    with pytest.raises(SystemExit) as ended:
+        main(PROGRAM, [*files(tmp_path, lines), *words])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_prompts_of_the_trace_are_encoded_as_flags_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: list[KnownRequest] = []
+
+    def tune(found: Any, *others: Any, **named: Any) -> None:
+        requests.extend(found)
+        raise ValueError("seen")
+
+    monkeypatch.setattr(speculation, "tune", tune)
+    text = "<|endoftext|>" * 2
+    lines = [{"prompt": text, "token_ids": [1, 2]}, {"prompt_token_ids": [5, 6, 7, 8], "token_ids": [1, 2]}]
+    for words in ([], ["--split-special-tokens"], ["--truncate-prompt-tokens", "3", "--split-special-tokens"]):
+        with pytest.raises(SystemExit):
+            main(PROGRAM, [*files(tmp_path, lines), *words])
+    found = [list(one.prompt_token_ids) for one in requests]
+    assert len(found[0]) == 2 < len(found[2])
+    assert found[1] == found[3] == [5, 6, 7, 8]
+    assert found[4:] == [found[2][-3:], [6, 7, 8]]
+
+
+@pytest.mark.parametrize("all_answered", [False, True])
+def test_advice_is_of_use(all_answered: bool) -> None:
+    known = [KnownRequest(line["prompt_token_ids"], line["token_ids"]) for line in map(result_line, range(2))]
+    configs = list(speculation.candidates(["lookahead"], [(2, 4)], [3]))
+    drafts = [(0, KnownDrafts(num_tokens=10, num_again=9))]
+    result = speculation.tune(known, configs, [1], {(1, 1): 1.0, (1, 4): 1.0}, one_graph=True, drafts=drafts)
+    text = speculation.text_of(result, all_answered=all_answered)
+    assert "asked again, the model chose the same token in 90.0% of all places" in text
+    assert ("--serve-again" in text) == ("prompts that were cut" in text) == (not all_answered)
+    assert ("The model gave these outputs in this run" in text) == all_answered
+
+
+def test_what_was_recorded_is_not_kept() -> None:
+    """Each is replayed before the next one is asked for, and its tables are gone then."""
+    known = [KnownRequest(line["prompt_token_ids"], line["token_ids"]) for line in map(result_line, range(2))]
+    configs = list(speculation.candidates(["layer_skip"], [(2, 4)], [1, 2, 3]))
+    alive: list[weakref.ref[KnownDrafts]] = []
+
+    def recorded() -> Iterator[tuple[int, KnownDrafts | None]]:
+        for place in (2, 0):
+            assert not any(one() for one in alive)
+            made = KnownDrafts({(0, 30): (20,)}, seconds={1: float(place)}, reading_seconds=1.0)
+            alive.append(weakref.ref(made))
+            yield place, made
+            del made
+        yield 1, None
+
+    result = speculation.tune(known, configs, [1], {(1, 1): 1.0, (1, 4): 1.0}, one_graph=True, drafts=recorded())
+    assert [rating.config for rating in result.ratings] == [configs[0], configs[2]], "in the order of candidates"
+    assert [dict(rating.drafts.seconds) for rating in result.ratings if rating.drafts is not None] == [{1: 0}, {1: 2}]
+    assert not any(rating.drafts.drafts for rating in result.ratings if rating.drafts is not None)
 
 
 def test_networks_are_tried_with_few_numbers_of_drafts() -> None:

@@ -11,8 +11,8 @@ outputs are served again by the scheduler with each method, with no model: what 
 right, follows from the tokens. What a network drafts follows from more than that: an engine with each such method, and
 with each number of its drafts, starts once, computes over prompts and outputs what it would draft behind each token,
 and measures what that takes. Outputs of a trace are taken to be sampled with the flags of sampling, with the seeds that
-``batch`` gives; how many of their tokens the model samples again is said. ``--serve-again`` takes prompts and lengths
-alone, for outputs of seeds that nobody knows. The start measures steps of each number of requests and drafts;
+``batch`` gives; in how many places the model chooses the same token again is said. ``--serve-again`` takes prompts and
+lengths alone, for outputs of seeds that nobody knows. The start measures steps of each number of requests and drafts;
 ``--step-seconds`` takes those that ``--json`` of an earlier run wrote, and needs for methods that draft from tokens
 alone the model's tokenizer alone, or not even that where the trace has ``prompt_token_ids``. The last lines are the
 flag to paste and a line of JSON.
@@ -22,9 +22,10 @@ Exit status: 0, also where no method is worth it; 1 if the model cannot answer a
 
 import argparse
 import dataclasses
+import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from compiled_llm.tuning.speculation import TraceLine
 
 _FROM_TOKENS = ("ngram", "suffix")  # what others draft a model has to say
+_MASKS = ("min_tokens", "allowed_token_ids", "bad_words", "structured_outputs")  # are not applied to known tokens
 _NO_OUTPUT = ("logprobs", "prompt_logprobs", "detokenize", "output_kind", "num_speculative_tokens")
 _LOOKUPS = [(1, 3), (2, 4), (3, 5), (5, 5)]
 
@@ -69,7 +71,7 @@ def parser(program: str) -> FlagParser:
     sizes = "requests at once (default: 1 4 16)"
     add("--batch-sizes", type=int, nargs="+", default=[1, 4, 16], metavar="N", help=sizes)
     add("--max-requests", type=int, default=200, metavar="N", help="of the trace, the first ones (default: 200)")
-    add("--serve-again", action="store_true", help="the model answers all prompts anew; outputs say how long")
+    add("--serve-again", action="store_true", help="the model answers all prompts anew; outputs say at most how long")
     add("--step-seconds", type=Path, metavar="FILE", help="take those of an earlier --json instead of measuring")
     tables.add_json_flag(made)
     add_sampling_arguments(made, _NO_OUTPUT, **DEFAULT_SAMPLING)
@@ -87,8 +89,7 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
         if len(lines) > args.max_requests:
             print(f"{program}: the first {args.max_requests} of {len(lines)} requests are taken (--max-requests)")
             lines = lines[: args.max_requests]
-        if args.serve_again:
-            lines = speculation.to_be_served(lines)
+        lines, params = _to_be_served(args, lines)
         seconds: dict[tuple[int, int], float] = {}
         one_graph = True
         if args.step_seconds is not None:
@@ -96,8 +97,12 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
         counts, drafters = args.draft_tokens, dict(args.drafters)
         found = speculation.candidates(args.methods, args.prompt_lookups, counts, trees=args.trees, drafters=drafters)
         configs = list(found)
+        if any(config["method"] in NETWORK_METHODS for config in configs):
+            from compiled_llm.tuning.draft_recording import check_networks
+
+            check_networks(engine_config(args), configs)
     with errors_end(program), errors_end(program, (_UnansweredError,), status=1):
-        drafts: dict[int, KnownDrafts] = {}
+        seen: Mapping[int, KnownDrafts] = {}
         if args.step_seconds is None or "lookahead" in args.methods or any(line.row is not None for line in lines):
             most, measures = max(config["num_speculative_tokens"] for config in configs), args.step_seconds is None
             # Any method that drafts so many has its engine measure the steps.
@@ -107,15 +112,15 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
                     assert engine.scheduler.drafts is not None
                     seconds = dict(engine.scheduler.drafts.costs.measured)
                     one_graph = engine.scheduler.limits.mixes_lens
-                requests = _answered(engine, args, lines)
+                requests = _answered(engine, args, lines, params)
                 if "lookahead" in args.methods:
                     from compiled_llm.tuning.draft_recording import of_lookahead
 
-                    drafts |= of_lookahead(engine, requests, configs)
+                    seen = of_lookahead(engine, requests, configs)
         else:
             requests = [request for of_line in _known(args, lines, engine_config(args)) for request in of_line]
-        sizes = _sizes(program, args, len(requests))
-        drafts |= _of_networks(program, args, requests, configs, sizes)
+        sizes = _sizes(program, args, sum(len(request.output_token_ids) > 1 for request in requests))
+        drafts = itertools.chain(seen.items(), _of_networks(program, args, requests, configs, sizes))
         even = speculation.never_falling(seconds)
         fallen = speculation.as_names({sizes: value for sizes, value in seconds.items() if even[sizes] != value})
         if fallen:
@@ -124,7 +129,7 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
                 f"means are taken: {', '.join(fallen)}"
             )
         result = speculation.tune(requests, configs, sizes, even, one_graph=one_graph, drafts=drafts)
-    print(speculation.text_of(result))
+    print(speculation.text_of(result, all_answered=len(params) == len(lines)))
 
     import torch
 
@@ -145,6 +150,31 @@ class _UnansweredError(Exception):
 def _check(args: argparse.Namespace) -> None:
     if args.batch_sizes != sorted(set(args.batch_sizes)):
         raise ValueError(f"--batch-sizes must rise, given {' '.join(map(str, args.batch_sizes))}")
+    most = args.max_num_seqs
+    if most is not None and args.batch_sizes[-1] > most:
+        raise ValueError(f"--batch-sizes must be at most --max-num-seqs, {most}, given {args.batch_sizes[-1]}")
+    if args.bucket_sizes is not None and not set(args.batch_sizes) <= set(args.bucket_sizes):
+        sizes = ", ".join(map(str, args.bucket_sizes))
+        raise ValueError(f"--batch-sizes must be among --bucket-sizes, {sizes}, given {args.batch_sizes}")
+    if args.speculative_config is not None:
+        raise ValueError("--speculative-config must be left out: it is what is looked for")
+    _check_methods(args)
+    sampling_params(args)  # its errors come before torch is loaded
+    if args.serve_again and "min_tokens" in sampling_arguments(args):
+        raise ValueError("--min-tokens must be left out with --serve-again: outputs say how long new ones may be")
+    if from_model := _from_model(args):
+        for name in _MASKS:
+            if sampling_arguments(args).get(name):
+                raise ValueError(f"--{name.replace('_', '-')} must be left out {_no_masks(from_model)}")
+        ranks = args.tensor_parallel_size, args.pipeline_parallel_size
+        if args.model_process or ranks != (1, 1):
+            raise ValueError(
+                f"--model-process must be left out, and --tensor-parallel-size and --pipeline-parallel-size be 1, for "
+                f"--methods {from_model}: drafts are looked at in this process"
+            )
+
+
+def _check_methods(args: argparse.Namespace) -> None:
     drafters = dict(args.drafters)
     if args.methods is None:
         args.methods = list(dict.fromkeys((*_FROM_TOKENS, *drafters)))
@@ -157,16 +187,62 @@ def _check(args: argparse.Namespace) -> None:
         given, most = max(args.draft_tokens or [1]), METHODS[method].most
         if given > most:
             raise ValueError(f"--draft-tokens must be at most {most} for {method}, given {given}")
-    if args.speculative_config is not None:
-        raise ValueError("--speculative-config must be left out: it is what is looked for")
-    if args.bucket_sizes is not None and not set(args.batch_sizes) <= set(args.bucket_sizes):
-        sizes = ", ".join(map(str, args.bucket_sizes))
-        raise ValueError(f"--batch-sizes must be among --bucket-sizes, {sizes}, given {args.batch_sizes}")
-    sampling_params(args)  # its errors come before torch is loaded
+    if args.trees and not any("speculative_token_tree" in METHODS[method].fields for method in args.methods):
+        raise ValueError(
+            f"--trees must be left out where no method has trees, given --methods {' '.join(args.methods)}"
+        )
+
+
+def _from_model(args: argparse.Namespace) -> str:
+    """Those of ``--methods`` for which a model has to say what is drafted."""
+    return " ".join(method for method in args.methods if method not in _FROM_TOKENS)
+
+
+def _no_masks(methods: str) -> str:
+    return f"for --methods {methods}: what it forbids to draft is not replayed. Other methods can do with it"
+
+
+def _to_be_served(
+    args: argparse.Namespace, lines: Sequence["TraceLine"]
+) -> tuple[list["TraceLine"], dict[int, "SamplingParams"]]:
+    """``lines``, without outputs where all are served again; and the parameters of those without, by their places.
+
+    Raises:
+        ValueError: something would not be done as it is asked for.
+    """
+    from compiled_llm.api.sampling_params import SamplingParams
+    from compiled_llm.offline.serving import run_sampling, with_seed
+    from compiled_llm.tuning import speculation
+
+    config, given = engine_config(args), sampling_arguments(args)
+    if args.serve_again:
+        greedy = run_sampling(config, given)[0]["temperature"] == 0
+        lines = speculation.to_be_served(lines, given.get("max_tokens"), greedy=greedy)
+    rows = {place: line.row for place, line in enumerate(lines) if line.row is not None}
+    if given.get("truncate_prompt_tokens") == -1 and len(rows) < len(lines):
+        raise ValueError(
+            "--truncate-prompt-tokens must be a number of tokens where the trace has outputs, given -1: how many "
+            "tokens were left is not known"
+        )
+    sampling = run_sampling(config, given)[0] if rows else {}
+    params = {}
+    for place, row in rows.items():
+        if row.lora is not None:
+            raise ValueError(f"{row.name}: lora must be left out, as no adapters are served, given {row.lora!r}")
+        try:
+            made = SamplingParams(**{**sampling, **row.sampling})
+        except ValueError as error:
+            raise ValueError(f"{row.name}: {error}") from error
+        from_model = _from_model(args)
+        if from_model and made.masks_tokens:
+            name = next(name for name in _MASKS if getattr(made, name))
+            raise ValueError(f"{row.name}: {name} must be left out {_no_masks(from_model)}")
+        params[place] = with_seed(made, config.seed, row.index)
+    return list(lines), params
 
 
 def _started(args: argparse.Namespace, drafting: Mapping[str, Any]) -> "CompiledEngine":
-    """An engine with this ``speculative_config``, whose decode buckets are the ``--batch-sizes`` at least."""
+    """An engine with this ``speculative_config``, whose decode buckets are 1 and the ``--batch-sizes`` at least."""
     from compiled_llm.engine.engine import CompiledEngine
 
     config = engine_config(args)
@@ -174,7 +250,7 @@ def _started(args: argparse.Namespace, drafting: Mapping[str, Any]) -> "Compiled
         dataclasses.replace(
             config,
             speculative_config=dict(drafting),
-            bucket_sizes=config.bucket_sizes or tuple(args.batch_sizes),
+            bucket_sizes=config.bucket_sizes or tuple(sorted({1, *args.batch_sizes, args.max_num_seqs or 1})),
             wait_for_compile=True,
         )
     )
@@ -186,54 +262,70 @@ def _of_networks(
     requests: Sequence["KnownRequest"],
     configs: Sequence[Mapping[str, Any]],
     sizes: Sequence[int],
-) -> "dict[int, KnownDrafts]":
-    """What networks draft, by the places of those of ``configs`` that have one."""
+) -> "Iterable[tuple[int, KnownDrafts | None]]":
+    """What networks draft, with the places of those of ``configs`` that have one; None: its engine cannot start."""
     if not any(config["method"] in NETWORK_METHODS for config in configs):
-        return {}
+        return ()
     from compiled_llm.tuning.draft_recording import of_networks
 
-    def start(config: Mapping[str, Any]) -> "CompiledEngine":
+    def start(config: Mapping[str, Any]) -> "CompiledEngine | None":
         print(f"{program}: an engine starts with {json.dumps(config)}", flush=True)
-        return _started(args, {**config, "adaptive": False})
+        try:
+            return _started(args, {**config, "adaptive": False})
+        except ValueError as error:
+            print(f"{program}: {json.dumps(config)} is left out, as its engine cannot start: {error}", flush=True)
+            return None
 
-    return of_networks(start, requests, configs, sizes)
+    # One request at a time is what the table's "us" is of.
+    return of_networks(start, requests, configs, sorted({1, *sizes}))
 
 
 def _sizes(program: str, args: argparse.Namespace, num_requests: int) -> list[int]:
-    """Those of ``--batch-sizes`` for which there are enough requests. ``ValueError`` if there are none."""
+    """Those of ``--batch-sizes`` for which there are enough outputs that have a step to draft for.
+
+    ``ValueError`` if there are none.
+    """
+    if not num_requests:
+        raise ValueError("the outputs of a trace must have more than one token: there is no step to draft for")
     sizes = [size for size in args.batch_sizes if size <= num_requests]
     if len(sizes) < len(args.batch_sizes):
         left = ", ".join(str(size) for size in args.batch_sizes if size > num_requests)
-        print(f"{program}: left out of --batch-sizes: {left}, more than the {num_requests} outputs of the trace")
+        print(
+            f"{program}: left out of --batch-sizes: {left}, more than the {num_requests} outputs of two tokens or more"
+        )
     if not sizes:
-        raise ValueError(f"--batch-sizes must have one of up to {num_requests}, the outputs of the trace")
+        raise ValueError(f"--batch-sizes must have one of up to {num_requests}, the outputs of two tokens or more")
     return sizes
 
 
-def _answered(engine: "CompiledEngine", args: argparse.Namespace, lines: Sequence["TraceLine"]) -> list["KnownRequest"]:
-    """All requests, after the engine has served those without an output."""
-    from compiled_llm.api.sampling_params import SamplingParams
-    from compiled_llm.offline.serving import run_sampling, with_seed
+def _answered(
+    engine: "CompiledEngine",
+    args: argparse.Namespace,
+    lines: Sequence["TraceLine"],
+    params: Mapping[int, "SamplingParams"],
+) -> list["KnownRequest"]:
+    """All requests, after the engine has served those without an output, with ``params`` by their places."""
+    from compiled_llm.offline.serving import run_sampling
 
-    rows = [line.row for line in lines if line.row is not None]
-    answered = {}
+    rows = [lines[place].row for place in params]
+    answered: Iterator[list[KnownRequest]] = iter(())
     if rows:
-        sampling, text = run_sampling(engine.config, sampling_arguments(args))
+        _, text = run_sampling(engine.config, sampling_arguments(args))
         print(f"{len(rows)} requests of the trace have no output, and are served first, with {text}")
-        params = [
-            with_seed(SamplingParams(**{**sampling, **row.sampling}), engine.config.seed, row.index) for row in rows
-        ]
-        prompts: list[Any] = [
-            row.prompt if row.messages is None else engine.encode_chat(row.messages, **row.chat_options) for row in rows
-        ]
-        outputs = engine.generate(prompts, params, use_tqdm=False)
-        for row, output, own in zip(rows, outputs, params, strict=True):
+        prompts: list[Any] = []
+        for row in rows:
+            assert row is not None
+            prompts.append(row.prompt if row.messages is None else engine.encode_chat(row.messages, **row.chat_options))
+        outputs = engine.generate(prompts, list(params.values()), use_tqdm=False)
+        found = []
+        for place, output in zip(params, outputs, strict=True):
             if output.outputs[0].finish_reason == "error":
-                raise _UnansweredError(f"{row.name}: {output.outputs[0].stop_reason}")
+                raise _UnansweredError(f"{lines[place].name}: {output.outputs[0].stop_reason}")
             pairs = [(one.token_ids, one.finish_reason == "length") for one in output.outputs]
-            answered[row.index] = _requests_of(output.prompt_token_ids, pairs, own)
+            found.append(_requests_of(output.prompt_token_ids, pairs, params[place]))
+        answered = iter(found)
     known = iter(_known(args, [line for line in lines if line.row is None], engine.config))
-    return [request for line in lines for request in (next(known) if line.row is None else answered[line.row.index])]
+    return [request for line in lines for request in next(known if line.row is None else answered)]
 
 
 def _known(args: argparse.Namespace, lines: Sequence["TraceLine"], config: EngineConfig) -> list[list["KnownRequest"]]:
@@ -241,7 +333,7 @@ def _known(args: argparse.Namespace, lines: Sequence["TraceLine"], config: Engin
     from compiled_llm.api.sampling_params import SamplingParams
     from compiled_llm.offline.serving import run_sampling, with_seed
 
-    encode, params = _tokenize(config), SamplingParams()
+    encode, params = _tokenize(config, sampling_arguments(args)), SamplingParams()
     if lines and not set(args.methods) <= set(_FROM_TOKENS):
         sampling, text = run_sampling(config, sampling_arguments(args))
         print(f"outputs that the trace has are taken to be sampled with {text}")
@@ -249,8 +341,7 @@ def _known(args: argparse.Namespace, lines: Sequence["TraceLine"], config: Engin
     found = []
     for line in lines:
         assert line.prompt is not None
-        ids = encode(line.prompt) if isinstance(line.prompt, str) else line.prompt
-        found.append(_requests_of(ids, line.outputs, with_seed(params, config.seed, line.number)))
+        found.append(_requests_of(encode(line.prompt), line.outputs, with_seed(params, config.seed, line.number)))
     return found
 
 
@@ -268,20 +359,27 @@ def _requests_of(
     ]
 
 
-def _tokenize(config: EngineConfig) -> Callable[[str], Sequence[int]]:
-    """What makes token ids of a prompt. The tokenizer is loaded with the first one."""
-    loaded: list[Any] = []
+def _tokenize(config: EngineConfig, given: Mapping[str, Any]) -> Callable[[str | Sequence[int]], Sequence[int]]:
+    """What makes token ids of a prompt, with the sampling parameters that were ``given``.
 
-    def encode(text: str) -> Sequence[int]:
+    The tokenizer is loaded with the first text.
+    """
+    loaded: list[Any] = []
+    split = given.get("split_special_tokens")
+    if split is None:
+        split = config.split_special_tokens
+
+    def encode(prompt: str | Sequence[int]) -> Sequence[int]:
         from compiled_llm.checkpoint.model_files import checkpoint_directory, load_tokenizer
         from compiled_llm.text.prompts import Capacity, encode_prompt
 
-        if not loaded:
+        if isinstance(prompt, str) and not loaded:
             loaded.append(load_tokenizer(config, checkpoint_directory(config, with_weights=False)))
-        if loaded[0] is None:
-            raise ValueError("the model has no tokenizer, and a prompt of the trace needs one: give --tokenizer")
+            if loaded[0] is None:
+                raise ValueError("the model has no tokenizer, and a prompt of the trace needs one: give --tokenizer")
         room = Capacity(2**31 - 1, "largest number of tokens")
-        return encode_prompt(text, loaded[0], room, None, config.split_special_tokens).token_ids
+        tokenizer = loaded[0] if loaded else None
+        return encode_prompt(prompt, tokenizer, room, given.get("truncate_prompt_tokens"), split).token_ids
 
     return encode
 
