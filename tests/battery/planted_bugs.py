@@ -223,6 +223,8 @@ SAMPLER = Checks(("tests/step/test_sampling.py",), load_torch=True)
 RANK_LOGITS = Checks(("tests/step/test_rank_logits.py",), load_torch=True)
 OFFLOAD = Checks(("tests/e2e/test_offloaded_weights.py::test_the_same_answers_at_both_ends[plain]",), load_torch=True)
 FETCH = Checks(("tests/ops/test_fetch.py",), load_torch=True)
+RECORDING = Checks(("tests/tuning/test_draft_recording.py",), load_torch=True)
+CALIBRATION = Checks(("tests/worker/test_calibration.py",), load_torch=True)
 ROUNDING = Checks(
     (
         "tests/ops/linear/test_searched_scales.py",
@@ -1225,6 +1227,19 @@ _PLANTED = """
         a layer waits for the copy behind its own
             _await_copy: main.wait_event(_arrival(buffer.device, buffer.data_ptr())) =>
                 main.wait_stream(_stream_beside(main))
+    tuning.draft_recording, RECORDING
+        tokens that are computed again count as sampled
+            _Recording._entered: range(first, first + count) => range(first, first + max(1, count))
+        a network reads what the model samples, not what is known
+            _Recording.serve: _put(tokens) if exchanges else None => None
+    tuning.draft_replay, RECORDING
+        prompts are read anew behind each step
+            _Model.result: self._num_read.get(one.number, 0) => 0
+        a wrong draft is looked up where the first draft was
+            wrong_drafts: position + wrong => position
+    worker.calibration, CALIBRATION
+        steps of fewer requests are kept as those of a whole bucket
+            measure_decodes: min(size, limits.max_num_seqs) => size
     ops.linear.quantized_linear_a8, ROUNDING
         all groups have the first one's scale
             quantized_linear_a8_reference: products * sx[:, g : g + 1] => products * sx[:, :1]
