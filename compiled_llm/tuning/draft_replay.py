@@ -307,6 +307,7 @@ class _Model:
     def __init__(self, known: KnownDrafts) -> None:
         self._known = known
         self._num_read: dict[int, int] = {}  # of each request, the tokens that a network has computed
+        self._prompts_read: set[tuple[int, ...]] = set()
 
     def result(self, output: SchedulerOutput, running: Sequence[Served], bucket: Bucket, seconds: float) -> StepResult:
         """Of a step that takes so many ``seconds`` without a network that drafts behind it.
@@ -320,7 +321,7 @@ class _Model:
         if not output.drafts_next:
             return StepResult(bucket, tuple(sampled), seconds=seconds)
         drafted = [one for one, count in zip(running, output.num_samples, strict=True) if count]
-        num_lacking = sum(one.num_known - self._num_read.get(one.number, 0) for one in drafted)
+        num_lacking = sum(map(self._num_lacking, drafted))
         drafting = self._known.drafting_seconds(len(drafted)) if drafted else 0.0
         drafting += num_lacking * self._known.reading_seconds
         return StepResult(
@@ -330,6 +331,15 @@ class _Model:
             draft_token_ids=((),) * len(running),
             draft_seconds=drafting,
         )
+
+    def _num_lacking(self, one: Served) -> int:
+        """Tokens that a network has to read behind this step. Requests of one prompt share its blocks."""
+        num_read = self._num_read.get(one.number)
+        if num_read is None:
+            prompt = tuple(one.request.prompt_token_ids)
+            num_read = len(prompt) if prompt in self._prompts_read else 0
+            self._prompts_read.add(prompt)
+        return one.num_known - num_read
 
     def draft(self, running: Sequence[Served]) -> list[tuple[int, ...]]:
         """What a network gives behind a step that has been entered."""

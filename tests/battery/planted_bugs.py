@@ -1234,7 +1234,9 @@ _PLANTED = """
             _Recording.serve: _put(tokens) if exchanges else None => None
     tuning.draft_replay, RECORDING
         prompts are read anew behind each step
-            _Model.result: self._num_read.get(one.number, 0) => 0
+            _Model._num_lacking: num_read is None => True
+        each continuation reads its prompt anew
+            _Model._num_lacking: prompt in self._prompts_read => False
         a wrong draft is looked up where the first draft was
             wrong_drafts: position + wrong => position
     worker.calibration, CALIBRATION

@@ -248,6 +248,15 @@ def test_drafting_counts_behind_each_step_and_each_token_of_prompts_once() -> No
     assert found == [pytest.approx(alone, abs=0.01), pytest.approx(beside, abs=0.01)], "and what looking takes here"
 
 
+def test_a_prompt_is_read_once_for_all_its_continuations() -> None:
+    requests = [KnownRequest([1] * 8, [2, number]) for number in (3, 4)] + [KnownRequest([1] * 4, [2, 3])]
+    config = SpeculativeConfig(method="layer_skip", num_speculative_tokens=1, adaptive=False)
+    known = KnownDrafts(seconds={1: 0.0}, reading_seconds=1.0)
+    for sizes in ([1], [1, 3]):
+        found = replay(requests, limits_for(requests, sizes, one_graph=True), config, None, known)
+        assert found.draft_seconds == pytest.approx(8 + 4, abs=0.01)
+
+
 def test_the_longest_chain_is_recorded_once_and_each_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded, measured, started = list[int](), list[int](), list[int]()
 
