@@ -14,7 +14,7 @@ from compiled_llm.checkpoint.model_files import DEMO_MODEL
 from compiled_llm.commands.tune import speculation as command
 from compiled_llm.commands.tune.speculation import main
 from compiled_llm.offline.serving import with_seed
-from compiled_llm.tuning import speculation
+from compiled_llm.tuning import draft_recording, speculation
 from compiled_llm.tuning.draft_replay import KnownDrafts, KnownRequest
 
 PROGRAM = "compiled-llm tune speculation"
@@ -248,6 +248,29 @@ def test_an_engine_that_cannot_start_leaves_the_others(
     with pytest.raises(SystemExit):
         main(PROGRAM, [*words, "--methods", "layer_skip"])
     assert "no engine with one of --methods could start" in capsys.readouterr().err
+
+
+def test_one_request_at_a_time_is_always_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which the column of microseconds is of. An output of one token has no step to draft for."""
+    measured: list[int] = []
+
+    def of_networks(start: Any, requests: Any, configs: Any, sizes: Any) -> list[tuple[int, KnownDrafts]]:
+        measured.extend(sizes)
+        return [(0, KnownDrafts(seconds={1: 0.5, 2: 1.0}))]
+
+    monkeypatch.setattr(draft_recording, "of_networks", of_networks)
+    lines = [result_line(0), result_line(1), result_line(2) | {"token_ids": [5]}]
+    seconds = {"step_seconds": {f"decode_{size}{more}": 0.01 for size in (2, 3) for more in ("", "x2")}}
+    seconds["step_seconds"] |= {"decode_1": 0.01, "decode_1x2": 0.01}
+    words = [*files(tmp_path, lines, seconds)[:-2], "2", "3", "--methods", "layer_skip", "--draft-tokens", "1"]
+    assert main(PROGRAM, words) == 0
+    printed = capsys.readouterr().out
+    assert "left out of --batch-sizes: 3, more than the 2 outputs of two tokens or more" in printed
+    assert measured == [1, 2]
+    (found,) = json.loads(printed.splitlines()[-1])["candidates"]
+    assert found["draft_seconds"] == pytest.approx(0.5 * 2 * 28, abs=0.01)
 
 
 _MEDUSA = f"medusa={DEMO_MODEL.parent / 'demo_drafters' / 'medusa'}"
