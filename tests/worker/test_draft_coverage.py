@@ -277,7 +277,7 @@ def test_files_come_to_the_host_behind_the_steps_that_wait() -> None:
     assert coverage.expect(SchedulerOutput(swapped_out=((3, 2),)))
     coverage.lack_on_host([2])
     assert coverage.expect(SchedulerOutput(swapped_in=((9, 2),)))
-    coverage.lack_on_host([1])
+    coverage._enter_waiting()
     assert [int(coverage._first_lacking[block]) for block in (3, 9)] == [SIZE, 0]
 
 
