@@ -378,6 +378,8 @@ _PLANTED = """
     scheduling.draft_planner, PLANNER
         a network goes on behind requests that have ended
             DraftPlanner._choose: any(request.takes_drafts for request in self.running_set.running) => True
+        a network reads a prompt for the last tokens of a request
+            DraftPlanner._choose: reads and self._ends_soon() => False
         to measure plain steps counts as their time
             DraftPlanner._end_step: max(0.0, host - measuring) => host
         a network whose drafts were verified has to read its prompt again
