@@ -283,6 +283,7 @@ def huge_zeros_in_rows(count: int, kinds: Sequence[tuple[Sequence[int], torch.dt
     cache lines, so that the strides of all tensors are multiples of 8 and more. To torch the tensors have nothing in
     common: what it compiles would copy views of one tensor that it writes to.
     """
+    assert count > 0
     starts, end = [], 0
     for shape, dtype in kinds:
         starts.append(-(-end // dtype.itemsize) * dtype.itemsize)

@@ -21,6 +21,9 @@ from compiled_llm.scheduling.worker_drafts import WorkerDrafts
 # Of the tokens that several requests gain on average, while no other waits for a place: all are done when the last is.
 # Of four and of sixteen requests it gained 0.4 to 0.6 of what they did on average, where that was much.
 _WORTH_OF_SEVERAL = 0.6
+# A network that lacks more tokens than so many for each one that may still come does not begin to read them. The head
+# of the bundled model read 180 to 240 in the time of a step, which no right draft saves the whole of.
+_READ_FOR_A_TOKEN = 64
 
 
 class _PlannedStep(NamedTuple):
@@ -186,19 +189,30 @@ class DraftPlanner:
         # What it drafted behind the step before the last one is verified by now, and it lacks little.
         self._lacks_much = not (goes_on and (self._drafts_next or self._drafted_before))
         self._drafted_before = self._drafts_next and goes_on
-        self._pays = self.account.looks(self._kind, goes_on=self._of_worker is None or not self._lacks_much)
+        reads = self._of_worker is not None and self._lacks_much
+        self._pays = self.account.looks(self._kind, goes_on=not reads) and not (reads and self._ends_soon())
         # What a network has drafted already costs little to verify.
         return self._pays or (self._of_worker is not None and self._drafted_before)
 
+    def _ends_soon(self) -> bool:
+        """Whether too few tokens may still come to make up for those that the network would have to read."""
+        assert self._of_worker is not None
+        requests = [request for request in self._next_requests() if request.takes_drafts]
+        left = sum(request.max_num_tokens - request.num_tokens for request in requests)
+        return left * _READ_FOR_A_TOKEN < self._of_worker.num_unread(requests)
+
     def _next_kind(self) -> Kind:
+        """Of decode steps that come."""
+        requests = self._next_requests()
+        return (1 << (len(requests) - 1).bit_length(), _samples(requests)) if requests else self._kind
+
+    def _next_requests(self) -> Sequence[Request]:
         """Of decode steps that come. While prompts are computed, those that wait are taken to come in, too."""
         requests = self.running_set.running
-        if self._computes_prompts or not requests:
-            left = max(0, self.limits.max_num_seqs - len(requests))
-            requests = [*requests, *itertools.islice(self.running_set.waiting, left)]
-        if not requests:
-            return self._kind
-        return 1 << (len(requests) - 1).bit_length(), _samples(requests)
+        if not self._computes_prompts and requests:
+            return requests
+        left = max(0, self.limits.max_num_seqs - len(requests))
+        return [*requests, *itertools.islice(self.running_set.waiting, left)]
 
     def _let_go(self) -> None:
         """Nothing is looked for: no request has to wait for its tokens, except those whose drafts are in flight."""

@@ -55,6 +55,12 @@ class WorkerDrafts:
                 output.known_tokens.append((place, start, tuple(request.tokens(start, known))))
                 self._num_told[request.request_id] = known
 
+    def num_unread(self, requests: Sequence[Request]) -> int:
+        """Tokens of running requests that the network would have to read before it drafts."""
+        if not self._reads_tokens:
+            return 0
+        return sum(_num_known(request) - self._num_told.get(request.request_id, 0) for request in requests)
+
     def end(self, request: Request) -> None:
         self._drafts.pop(request, None)
         self._num_told.pop(request.request_id, None)

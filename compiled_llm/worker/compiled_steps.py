@@ -285,6 +285,7 @@ class CompiledSteps:
         self._last_report = self.report()
         self._functions.clear()
         self.buffers.clear()
+        self._move_accepted = None
         del (
             self.sampling,
             self.weights,

@@ -48,7 +48,7 @@ class HeadCoverage(DraftCoverage):
         super()._move_blocks(output)
         self._move(output, self._followers, self._followers_on_host)
 
-    def _empty(self, blocks: list[int]) -> None:
+    def _empty(self, blocks: int | list[int]) -> None:
         super()._empty(blocks)
         self._followers[blocks] = _UNKNOWN
 

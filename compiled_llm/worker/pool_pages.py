@@ -43,7 +43,6 @@ class PoolPages:
     """
 
     def __init__(self, tensors: Sequence[Tensor], ahead_bytes: int = AHEAD_BYTES) -> None:
-        # Smaller ones lie in pages that were used.
         self._tensors = tensors  # which keep the memory
         self._memory = [rows for rows in _memory_of(tensors) if rows.nbytes >= mmap.PAGESIZE]
         self._most = max((rows.num_rows for rows in self._memory), default=0)

@@ -26,7 +26,7 @@ struct Fp8 {  // float8_e4m3fn
   uint8_t code;
 };
 
-// Neighbouring elements in the cache: W in attention_cpu.cpp.
+// Neighbouring elements in the cache: W in attention_cpu.cpp, and cache_width in move_keys_cpu.h.
 template <class C>
 constexpr int64_t kCacheWidth =
     std::is_same_v<C, int8_t> ? 4 : std::is_same_v<C, BFloat16> || std::is_same_v<C, Fp8> ? 2 : 1;

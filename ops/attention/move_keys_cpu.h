@@ -53,7 +53,7 @@ class Slots {
     return {offset * width_ * element_, size_ / width_, width_ * element_, slots_ * width_ * element_};
   }
 
-  // A piece of 1, 2, 4 or 8 bytes: a call of memcpy for each would take longer.
+  // A piece of 1, 2 or 4 bytes: a call of memcpy for each would take longer.
   static void copy(char* to, const char* from, int64_t bytes) {
     if (bytes == 4) std::memcpy(to, from, 4);
     else if (bytes == 2) std::memcpy(to, from, 2);
@@ -67,20 +67,16 @@ class Slots {
   int64_t width_;
 };
 
-// W in attention_cpu.cpp, before it is held against sizes.
+// kCacheWidth of attention_cpu_types.h.
 int64_t cache_width(Dtype dtype) {
   return dtype == kChar ? 4 : dtype == kBFloat16 || dtype == kFloat8 ? 2 : 1;
 }
 
 // Of blocks that are contiguous each, and may lie apart.
 void check_slots(const Tensor& x, const char* name, Dtype dtype, Shape shape) {
-  bool right = x.sizes() == shape && x.dtype() == dtype && x.is_cpu();
-  int64_t wanted = 1;
-  for (int64_t i = shape.dim - 1; right && i > 0; wanted *= shape.values[i--])
-    right = x.stride(i) == wanted || shape.values[i] == 1;
-  CHECK_VALUE(right && (shape.values[0] < 2 || x.stride(0) >= wanted), "move_keys: ", name, " must be ", shape, " of ",
-              dtype, " on the CPU in contiguous blocks, got ", x.sizes(), " of ", x.dtype(), " on ", x.place(),
-              " with strides ", x.strides());
+  CHECK_VALUE(x.sizes() == shape && x.dtype() == dtype && x.is_cpu() && x.has_contiguous_rows(), "move_keys: ", name,
+              " must be ", shape, " of ", dtype, " on the CPU in contiguous blocks, got ", x.sizes(), " of ", x.dtype(),
+              " on ", x.place(), " with strides ", x.strides());
 }
 
 std::tuple<> move_keys(const Tensor& k_cache, const Tensor& v_cache, const std::optional<Tensor>& k_scale,

@@ -380,6 +380,8 @@ _PLANTED = """
     scheduling.draft_planner, PLANNER
         a network goes on behind requests that have ended
             DraftPlanner._choose: any(request.takes_drafts for request in self.running_set.running) => True
+        a network reads a prompt for the last tokens of a request
+            DraftPlanner._choose: reads and self._ends_soon() => False
         to measure plain steps counts as their time
             DraftPlanner._end_step: max(0.0, host - measuring) => host
         a network whose drafts were verified has to read its prompt again
@@ -565,7 +567,7 @@ _PLANTED = """
             KeptTaps._note: self._num_columns += x.shape[1] => self._num_columns = 0
     worker.draft_coverage, HEADS
         a block that another token follows is taken as it is if nothing was drafted when it was found
-            DraftCoverage.expect: self._begin(name, start) => self._begin(name, start * output.drafts_next)
+            DraftCoverage._enter: self._begin(name, start) => self._begin(name, start * output.drafts_next)
     worker.draft_coverage, NETWORKS
         a prefix that the drafter lacks is taken for computed
             DraftCoverage.num_covered: first_lacking < needed => first_lacking < 0
@@ -579,7 +581,11 @@ _PLANTED = """
         what the drafter lacks of a copied block is not known
             DraftCoverage._move: move(output.copies, device, device) =>
         a block that another request had is taken for computed
-            DraftCoverage._enter_tables: self._empty_blocks += blocks[whole:] => pass
+            DraftCoverage._enter_tables: blocks[whole] if len(blocks) == whole + 1 else list(blocks[whole:]) => []
+        what a file brings to the host is forgotten by a step that waited
+            DraftCoverage.lack_on_host: self._enter_waiting() =>
+        of steps that wait only the last one is entered
+            DraftCoverage._enter_waiting: waiting => waiting[-1:]
         a request that takes the blocks of another is taken to lack nothing
             DraftCoverage._enter_tables: self._complete.discard(name) =>
         tokens of the first request are entered for all

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from compiled_llm import CompiledEngine, EngineConfig, RequestOutput, SamplingParams
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from tests.drawn import marked
 from tests.families import EVERY_CONFIG, checkpoint, logits_of, transformers_model
 
@@ -125,7 +126,9 @@ def test_a_closed_engine_says_so() -> None:
 def test_a_closed_engine_holds_no_memory_of_its_cache() -> None:
     engine = CompiledEngine(enforce_eager=True, bucket_sizes=(1,))
     engine.ask_for_memory()
-    held = weakref.ref(engine.own_runner.steps.kv_cache[0].k)
+    steps = engine.own_runner.steps
+    steps.move_keys(SchedulerOutput(moved_keys=((16, 17),)))  # after which the caches are kept for the next moves
+    held = weakref.ref(steps.kv_cache[0].k)
     engine.close()
     gc.collect()
     assert held() is None

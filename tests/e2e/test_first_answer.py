@@ -18,7 +18,7 @@ from compiled_llm.compiling.build_processes import Built, Job
 from compiled_llm.compiling.cache import CompileCache
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.scheduling.worker import WorkerFailedError
-from compiled_llm.worker import compiled_steps, runner
+from compiled_llm.worker import compiled_steps, pool_pages, runner
 from tests.engine.test_admission import Steer
 
 SMALL: dict[str, Any] = {"bucket_sizes": (2,), "num_kv_blocks": 16, "max_model_len": 64, "progress": "off"}
@@ -79,7 +79,11 @@ def test_graphs_are_loaded_after_the_first_step(monkeypatch: pytest.MonkeyPatch)
     began: list[int] = []
     monkeypatch.setattr(BackgroundBuilds, "begin", lambda self: began.append(1))
     monkeypatch.setattr(compiled_steps, "_HEAD_START", 3600.0)
+    monkeypatch.setattr(pool_pages, "free_memory", lambda: 2**40)
+    monkeypatch.setattr(pool_pages, "madvise", lambda address, size, advice: 0)
     with CompiledEngine(**SMALL, wait_for_compile=False) as engine:
+        assert engine.is_changing
+        assert engine.ask_for_memory(), "the next blocks' need not wait for graphs"
         engine.generate("import os", SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
         assert not began, "graphs were loaded beside the first step"
         engine.generate("import os", GREEDY, use_tqdm=False)

@@ -264,6 +264,32 @@ def test_a_step_lasts_until_the_next_one_begins_without_looks_and_the_device(mon
     assert scheduler.counts.draft_seconds == pytest.approx(0.25 * source.num_asked)
 
 
+@pytest.mark.parametrize(("length", "reads"), [(4, False), (40, True)])
+def test_a_network_does_not_read_a_long_prompt_for_a_few_tokens(
+    monkeypatch: pytest.MonkeyPatch, length: int, reads: bool
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(draft_planner.time, "perf_counter", lambda: now)
+    source, arguments = (
+        WorkerDrafts(3, adapts=True, reads_tokens=True),
+        {"decode_seconds": [((1, 1), 1.0), ((1, 4), 1.1)]},
+    )
+    scheduler = make_scheduler(400, source=source, arguments=arguments, max_num_seqs=1, max_model_len=400)
+    buckets, num_read = buckets_of(scheduler.limits), 0
+    for number in range(120 // length):
+        add(scheduler, make_request(f"{number}", 300, length))
+        while scheduler.has_unfinished_requests():
+            output = scheduler.schedule()
+            bucket, drafts = choose_bucket(buckets, output), None
+            if output.drafts_next:
+                num_read, drafts = num_read + 1, ((),)
+            now += 1.05
+            samples = (7,) * output.num_rows
+            result = StepResult(bucket, samples, seconds=1.0, draft_token_ids=drafts, draft_seconds=0.1 * bool(drafts))
+            scheduler.update(output, result)
+    assert (num_read > 0) is reads
+
+
 @pytest.mark.parametrize(("length", "num_wrong", "num_right"), [(40, 12, 30), (100, 3, 8)])
 def test_a_network_that_was_of_no_use_is_drafted_with_again_once_it_is_right(
     monkeypatch: pytest.MonkeyPatch, length: int, num_wrong: int, num_right: int

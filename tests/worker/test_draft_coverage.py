@@ -12,6 +12,7 @@ from compiled_llm import SamplingParams
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.request import RequestId
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput, StartedRequest
+from compiled_llm.worker import draft_coverage
 from compiled_llm.worker.draft_coverage import DraftCoverage
 from compiled_llm.worker.request_rows import RequestRows
 
@@ -246,6 +247,38 @@ def test_steps_that_are_not_drafted_behind_need_not_be_entered() -> None:
             coverage.end_step(output, rows, np.array([False]), store)
     assert entered == [True, False, False, False, False, False]
     assert coverage.num_covered(name, int(rows[0]), 12, store) == 6
+
+
+def test_a_block_that_a_resting_step_gives_away_has_nothing_wherever_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps behind which nothing is drafted wait, and are entered in their order."""
+    coverage, store = DraftCoverage(LIMITS, BLOCKS, HOST_BLOCKS), RequestRows(LIMITS, 100)
+    one, other = RequestId("a"), RequestId("b")
+    admissions = [StartedRequest(name, SamplingParams(), 0, (), ()) for name in (one, other)]
+    first = step("a", 0, 8, drafts_next=True, admissions=(admissions[0],), table_updates=((one, 0, (3, 5)),))
+    assert not coverage.expect(first)
+    coverage.end_step(first, store.update(first), np.array([True]), store)
+    given = step("b", 0, 2, admissions=(admissions[1],), table_updates=((other, 0, (3,)),), released_request_ids=(one,))
+    assert coverage.expect(given)
+    assert coverage.expect(step("b", 2, 1, swapped_out=((3, 2), (5, 4)), swapped_in=((8, 2), (9, 4))))
+    monkeypatch.setattr(draft_coverage, "_MOST_WAITING", 3)
+    assert coverage.expect(step("b", 4, 1, table_updates=((other, 1, (9,)),)))
+    assert coverage.expect(step("b", 5, 1)), "the third: all are entered"
+    assert [int(coverage._first_lacking[block]) for block in (3, 8, 9)] == [0, 0, 0]
+    assert not coverage._waiting
+
+
+def test_files_come_to_the_host_behind_the_steps_that_wait() -> None:
+    coverage, store, name = DraftCoverage(LIMITS, BLOCKS, HOST_BLOCKS), RequestRows(LIMITS, 100), RequestId("a")
+    admission = StartedRequest(name, SamplingParams(), 0, (), ())
+    first = step("a", 0, 4, drafts_next=True, admissions=(admission,), table_updates=((name, 0, (3,)),))
+    assert not coverage.expect(first)
+    coverage.end_step(first, store.update(first), np.array([True]), store)
+    assert coverage.expect(SchedulerOutput(released_request_ids=(name,)))
+    assert coverage.expect(SchedulerOutput(swapped_out=((3, 2),)))
+    coverage.lack_on_host([2])
+    assert coverage.expect(SchedulerOutput(swapped_in=((9, 2),)))
+    coverage._enter_waiting()
+    assert [int(coverage._first_lacking[block]) for block in (3, 9)] == [SIZE, 0]
 
 
 def test_who_is_admitted_anew_after_a_failure_has_nothing() -> None:
