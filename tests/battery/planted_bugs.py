@@ -179,6 +179,7 @@ ACCOUNT = Checks(("tests/scheduling/test_draft_account.py",), load_torch=False)
 BUCKETS = Checks(("tests/scheduling/test_bucket.py",), load_torch=False)
 COSTS = Checks(("tests/scheduling/test_decode_costs.py",), load_torch=False)
 PLANNER = Checks(("tests/scheduling/test_draft_planner.py",), load_torch=False)
+LENGTHS = Checks(("tests/scheduling/test_draft_lengths.py",), load_torch=False)
 DRAFTERS = Checks(("tests/drafting/test_suffix.py",), load_torch=False)
 LOOKAHEAD = Checks(("tests/drafting/test_lookahead.py", "tests/scheduling/test_drafts.py"), load_torch=False)
 LAYER_SKIP = Checks(("tests/e2e/test_layer_skip.py",), load_torch=True)
@@ -377,11 +378,12 @@ _PLANTED = """
         drafts go beyond the last token of a request
             DraftPlanner._most: min(self.limits.num_draft_tokens, request.max_num_tokens - request.num_tokens - 1)
                 => self.limits.num_draft_tokens
+    scheduling.draft_planner, LENGTHS
+        a network reads a prompt for the last tokens of a request
+            DraftPlanner._choose: reads and self._ends_soon() => False
     scheduling.draft_planner, PLANNER
         a network goes on behind requests that have ended
             DraftPlanner._choose: any(request.takes_drafts for request in self.running_set.running) => True
-        a network reads a prompt for the last tokens of a request
-            DraftPlanner._choose: reads and self._ends_soon() => False
         to measure plain steps counts as their time
             DraftPlanner._end_step: max(0.0, host - measuring) => host
         a network whose drafts were verified has to read its prompt again
