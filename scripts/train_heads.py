@@ -7,7 +7,7 @@
 The EAGLE-3 head reads the text that the demo model has learned from, and what that has written itself, and learns what
 it thinks of the tokens that follow: the loss is the cross-entropy with its distributions. It learns from its own
 outputs, too, as it will draft from them ("training-time test", Li et al., 2025, arXiv:2503.01840). Medusa heads learn
-what the model wrote, see `medusa_heads.py`; for those that ship it wrote with `--num-texts 10240 --edits 0.8` and
+what the model wrote, see `medusa_heads.py`; for those that ship it wrote with `--num-texts 40960 --edits 0.8` and
 `--greedy 0.6`. Both use the embedding and the head of the demo model, which are not in their files. Afterwards it is
 measured on files that neither has seen how often each draft is the demo model's likeliest token, where the text before
 it is given. `training.json` keeps the record.
