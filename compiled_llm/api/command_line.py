@@ -198,15 +198,16 @@ def add_drafters_flag(parser: argparse.ArgumentParser) -> None:
 
 
 class _EachOnce(argparse.Action):
-    """Refuses pairs of which two have the same first part."""
+    """Joins the pairs of all such flags, and refuses two that have the same first part."""
 
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
     ) -> None:
-        for place, (name, _) in enumerate(values):
-            if name in [earlier for earlier, _ in values[:place]]:
+        found = [*getattr(namespace, self.dest), *values]
+        for place, (name, _) in enumerate(found):
+            if name in [earlier for earlier, _ in found[:place]]:
                 raise argparse.ArgumentError(self, f"must have each method once, given {name} twice: leave one out")
-        setattr(namespace, self.dest, values)
+        setattr(namespace, self.dest, found)
 
 
 def _drafter(text: str) -> tuple[str, str]:

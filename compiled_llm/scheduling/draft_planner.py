@@ -21,9 +21,9 @@ from compiled_llm.scheduling.worker_drafts import WorkerDrafts
 # Of the tokens that several requests gain on average, while no other waits for a place: all are done when the last is.
 # Of four and of sixteen requests it gained 0.4 to 0.6 of what they did on average, where that was much.
 _WORTH_OF_SEVERAL = 0.6
-# A network that lacks more tokens than so many for each one that may still come does not begin to read them. The head
-# of the bundled model read 180 to 240 in the time of a step, which no right draft saves the whole of.
-_READ_FOR_A_TOKEN = 64
+# For the last tokens of requests, so many or fewer of each, a network does not begin to read if it lacks more than
+# ``_READ_FOR_A_TOKEN`` times as many. The head of the bundled model read 180 to 240 in the time of a step.
+_LAST_TOKENS, _READ_FOR_A_TOKEN = 16, 64
 
 
 class _PlannedStep(NamedTuple):
@@ -199,6 +199,8 @@ class DraftPlanner:
         assert self._of_worker is not None
         requests = [request for request in self._next_requests() if request.takes_drafts]
         left = sum(request.max_num_tokens - request.num_tokens for request in requests)
+        if left > _LAST_TOKENS * len(requests):  # what drafts are worth is measured
+            return False
         return left * _READ_FOR_A_TOKEN < self._of_worker.num_unread(requests)
 
     def _next_kind(self) -> Kind:

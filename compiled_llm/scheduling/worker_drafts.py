@@ -56,10 +56,14 @@ class WorkerDrafts:
                 self._num_told[request.request_id] = known
 
     def num_unread(self, requests: Sequence[Request]) -> int:
-        """Tokens of running requests that the network would have to read before it drafts."""
+        """Tokens of these requests that the network would have to read before it drafts.
+
+        What was found in the prefix cache is taken to be there for the network, too.
+        """
         if not self._reads_tokens:
             return 0
-        return sum(_num_known(request) - self._num_told.get(request.request_id, 0) for request in requests)
+        told = [max(self._num_told.get(request.request_id, 0), request.num_cached_tokens) for request in requests]
+        return sum(map(_num_known, requests)) - sum(told)
 
     def end(self, request: Request) -> None:
         self._drafts.pop(request, None)

@@ -57,6 +57,8 @@ class DraftCoverage:
 
         Returns whether there is nothing more to enter.
         """
+        if output.resets:
+            self._waiting.clear()
         self._waiting.append(output)
         if not (output.drafts_next or self._complete) and len(self._waiting) < _MOST_WAITING:
             return True

@@ -46,6 +46,17 @@ def test_a_request_that_has_ended_or_takes_none_has_none() -> None:
     source.end(ended)
 
 
+def test_what_was_told_or_found_in_the_cache_need_not_be_read() -> None:
+    source, one, other = WorkerDrafts(3, False, reads_tokens=True), request("a"), request("b")
+    one.output_token_ids.extend([7, 8, 9])
+    assert source.num_unread([one, other]) == 7
+    one.num_cached_tokens = 4
+    assert source.num_unread([one, other]) == 3
+    source.tell([other], SchedulerOutputBuilder())
+    assert source.num_unread([one, other]) == 1
+    assert WorkerDrafts(3, False, reads_tokens=False).num_unread([one, other]) == 0
+
+
 def test_what_is_known_is_told_once_and_anew_after_an_admission() -> None:
     source, one, other, without = WorkerDrafts(3, False, reads_tokens=True), request("a"), request("b"), request("c")
     without.takes_drafts = False

@@ -285,6 +285,7 @@ _MEDUSA = f"medusa={DEMO_MODEL.parent / 'demo_drafters' / 'medusa'}"
         (["--methods", "lookahead", "--tensor-parallel-size", "2"], {}, "--tensor-parallel-size and"),
         (["--methods", "lookahead", "--trees"], {}, "--trees must be left out where no method has trees"),
         (["--drafters", _MEDUSA, _MEDUSA], {}, "must have each method once, given medusa twice"),
+        (["--drafters", _MEDUSA, "--drafters", _MEDUSA], {}, "must have each method once, given medusa twice"),
         (["--drafters", "medusa=/no/such/heads"], {}, "/no/such/heads"),
         (["--drafters", _MEDUSA, "--draft-tokens", "9"], {}, "num_speculative_tokens must be at most 4, the heads of"),
         (["--serve-again", "--min-tokens", "3"], {}, "--min-tokens must be left out with --serve-again"),

@@ -54,6 +54,7 @@ _FROM_TOKENS = ("ngram", "suffix")  # what others draft a model has to say
 _MASKS = ("min_tokens", "allowed_token_ids", "bad_words", "structured_outputs")  # are not applied to known tokens
 _NO_OUTPUT = ("logprobs", "prompt_logprobs", "detokenize", "output_kind", "num_speculative_tokens")
 _LOOKUPS = [(1, 3), (2, 4), (3, 5), (5, 5)]
+_BATCH_SIZES = (1, 4, 16)
 
 
 def parser(program: str) -> FlagParser:
@@ -68,8 +69,8 @@ def parser(program: str) -> FlagParser:
     lookups = "lookups of ngram to try (default: 1-3 2-4 3-5 5-5)"
     add("--prompt-lookups", type=_lookup, nargs="+", default=_LOOKUPS, metavar="MIN-MAX", help=lookups)
     add("--trees", action="store_true", help="also with speculative_token_tree auto, which some models refuse")
-    sizes = "requests at once (default: 1 4 16)"
-    add("--batch-sizes", type=int, nargs="+", default=[1, 4, 16], metavar="N", help=sizes)
+    sizes = "requests at once (default: 1 4 16, up to --max-num-seqs)"
+    add("--batch-sizes", type=int, nargs="+", metavar="N", help=sizes)
     add("--max-requests", type=int, default=200, metavar="N", help="of the trace, the first ones (default: 200)")
     add("--serve-again", action="store_true", help="the model answers all prompts anew; outputs say at most how long")
     add("--step-seconds", type=Path, metavar="FILE", help="take those of an earlier --json instead of measuring")
@@ -148,9 +149,11 @@ class _UnansweredError(Exception):
 
 
 def _check(args: argparse.Namespace) -> None:
+    most = args.max_num_seqs
+    if args.batch_sizes is None:
+        args.batch_sizes = [size for size in _BATCH_SIZES if most is None or size <= most]
     if args.batch_sizes != sorted(set(args.batch_sizes)):
         raise ValueError(f"--batch-sizes must rise, given {' '.join(map(str, args.batch_sizes))}")
-    most = args.max_num_seqs
     if most is not None and args.batch_sizes[-1] > most:
         raise ValueError(f"--batch-sizes must be at most --max-num-seqs, {most}, given {args.batch_sizes[-1]}")
     if args.bucket_sizes is not None and not set(args.batch_sizes) <= set(args.bucket_sizes):
