@@ -11,10 +11,10 @@ outputs are served again by the scheduler with each method, with no model: what 
 right, follows from the tokens. What a network drafts follows from more than that: an engine with each such method, and
 with each number of its drafts, starts once, computes over prompts and outputs what it would draft behind each token,
 and measures what that takes. Outputs of a trace are taken to be sampled with the flags of sampling, with the seeds that
-``batch`` gives; in how many places the model chooses the same token again is said. ``--serve-again`` takes prompts and
-lengths alone, for outputs of seeds that nobody knows. The start measures steps of each number of requests and drafts;
-``--step-seconds`` takes those that ``--json`` of an earlier run wrote, and needs for methods that draft from tokens
-alone the model's tokenizer alone, or not even that where the trace has ``prompt_token_ids``. The last lines are the
+``batch`` gives; the share of tokens that the model chooses again is printed. ``--serve-again`` takes only prompts and
+lengths of a trace, for outputs whose seeds nobody knows. The start measures steps of each number of requests and
+drafts; ``--step-seconds`` reads those that ``--json`` of an earlier run wrote. With it, methods that draft from tokens
+alone need no model but its tokenizer, and not even that where the trace has ``prompt_token_ids``. The last lines are the
 flag to paste and a line of JSON.
 
 Exit status: 0, also where no method is worth it; 1 if the model cannot answer a row; 2 for bad arguments.
