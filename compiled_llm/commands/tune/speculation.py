@@ -14,8 +14,8 @@ and measures what that takes. Outputs of a trace are taken to be sampled with th
 ``batch`` gives; the share of tokens that the model chooses again is printed. ``--serve-again`` takes only prompts and
 lengths of a trace, for outputs whose seeds nobody knows. The start measures steps of each number of requests and
 drafts; ``--step-seconds`` reads those that ``--json`` of an earlier run wrote. With it, methods that draft from tokens
-alone need no model but its tokenizer, and not even that where the trace has ``prompt_token_ids``. The last lines are the
-flag to paste and a line of JSON.
+alone need no model but its tokenizer, and not even that where the trace has ``prompt_token_ids``. The last lines are
+the flag to paste and a line of JSON.
 
 Exit status: 0, also where no method is worth it; 1 if the model cannot answer a row; 2 for bad arguments.
 """
