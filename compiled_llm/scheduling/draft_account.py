@@ -7,12 +7,15 @@ that much may be lost, and half of it, at last a quarter, where the account was 
 been full. While the account is empty, nothing is looked for. Steps of about as many requests have an account of their
 own, greedy ones and others: what pays for one request need not for many.
 
-A machine becomes slower and faster, and while every step has drafts nobody sees what plain ones take by now. So after
-other steps, as many plain ones are measured, up to 16. Those that follow *rest*: none of them is measured by itself,
-since measuring a step takes time, too. Their shares are entered all at once, and so is what they took on average.
+Steps in which nothing is looked for *rest*: none of them is measured by itself, since that takes time, too, and makes a
+step seem longer than it is: its code is in no cache, and that of a step behind drafts or a prompt is in none, either.
+What they took is known of all together, as soon as they are over. Before anything is looked for for the first time,
+some rest and are measured so. While every step has drafts, nobody sees what plain ones take by now, and a machine
+becomes slower and faster; so some rest now and then, ever less often.
 """
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 from compiled_llm.scheduling.costs import moved
@@ -22,20 +25,23 @@ SHARE, LEAST_SHARE = 0.0075, 0.001875  # of all steps, that may be lost; at leas
 MOST = 8.0  # steps that an account has at most, and at the start
 _LEAST = -32.0  # it is never emptier than that while steps rest; the least shares of 17,100 make up for it
 MOST_RESTED = 64  # steps in a row
-_MOST_DUE = 16  # plain steps that are measured before others rest
-_LEAST_KNOWN = 3  # plain steps before anything is looked for
-# So many steps without drafts come before a plain one that is measured. Behind drafts the first few take longer: what
-# they read is no longer in the caches, and a step of another size fills all buffers. Behind those of an EAGLE-3 head on
-# a CPU they took 1.46, 1.22, 1.12, 1.06 and 1.03 times as long.
+MEASURED, _MEASURED_AGAIN = 8, 16  # of them, before anything is looked for; and once an account is emptied
+_LEAST_MEASURED = 4  # of them, to be measured together
+# So many steps without drafts come before plain ones that are measured. Behind drafts and prompts the first few take
+# longer: what they read is no longer in the caches, and a step of another size fills all buffers. Behind those of an
+# EAGLE-3 head on a CPU they took 1.46, 1.22, 1.12, 1.06 and 1.03 times as long, and the first behind a prompt twice.
 SETTLED = 4
-# Steps since a plain one was measured. After so many of them, those in which a look found nothing are taken for plain,
-# on a CPU; after so many, nothing is looked for until some were measured. The first ones that were are not much to go
-# by, such as those of an engine that has just started: after them it is sooner.
-_STALE, _TOO_OLD, _TOO_OLD_AT_FIRST = 64, 256, 32
-_AT_FIRST, _WEIGHT_AT_FIRST = 9, 0.3  # plain steps that were measured, and the share by which one moves their average
+# Steps that are not plain, until plain ones are measured again: at first, and at most.
+_FIRST_INTERVAL, _LAST_INTERVAL = 64, 1024
+# Where requests come and go so often that steps do not settle, other plain ones count as this share of one measured.
+_UNMEASURED = 0.25
 # A step moves the average of those like it by this share, at first by more, and counts as so many times that at most.
 _LEAST_WEIGHT, _MOST_TIMES = 0.1, 2.0
-_WEIGHT_OF_REST = 0.5  # the share by which the average of steps that rest moves that of plain ones
+_WEIGHT_AT_FIRST = 0.3  # the share by which a plain step moves their average, until some were measured together
+# What was known of plain steps counts as so many of those that are measured together, where these are faster and where
+# they are slower. With a pause of the machine among few of them, drafts would seem to pay: ``_TWICE`` of them may be
+# twice as slow as was known, fewer in proportion. And where they seem much slower, others are measured soon.
+_KNOWN, _TWICE, _MUCH_MORE = (2, 8), 32, 1.1
 
 # Of steps that have one account: their number of requests, rounded up to a power of two, and whether one is not greedy.
 Kind = tuple[int, bool]
@@ -55,6 +61,7 @@ class DoneStep(NamedTuple):
         reads: whether that network drafted behind neither of the two steps before, so that ``network`` has the time in
             which it computed all tokens that it lacked, such as the prompt.
         gained: how many plain steps its right drafts have saved.
+        is_first: whether the step before it computed prompts.
     """
 
     kind: Kind
@@ -66,6 +73,7 @@ class DoneStep(NamedTuple):
     network: float = 0.0
     reads: bool = False
     gained: float = 0.0
+    is_first: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -79,11 +87,11 @@ class _Steps:
     Attributes:
         plain: seconds of a plain step; an average, as all seconds here. What is entered of a step is the average of
             those like it, so that a single slow one does not matter much.
-        num_plain: plain steps that were measured.
-        num_before: the last steps, as far as they had no drafts.
-        age: steps since the last plain one that was measured.
-        num_due: plain steps that are to be measured before any rest.
-        num_new: plain steps that are to be measured before more is looked for.
+        is_known: whether some were measured together.
+        due: plain steps that are to be measured together before more is looked for.
+        num_before: the last steps, as far as they computed neither drafts nor prompts.
+        age: steps that were not plain, since plain ones were measured or are due.
+        interval: at which ``age`` some are due.
         share: of a plain step, that each step enters.
         was_full: whether the account was, since it was empty.
         balance: plain steps that may be lost. What a network takes to compute tokens that it lacks, such as prompts, is
@@ -95,11 +103,11 @@ class _Steps:
     """
 
     plain: float
-    num_plain: int = 0
+    is_known: bool = False
+    due: float = MEASURED
     num_before: int = 0
     age: int = 0
-    num_due: int = 0
-    num_new: int = 0
+    interval: int = _FIRST_INTERVAL
     share: float = SHARE
     was_full: bool = True
     balance: float = MOST
@@ -124,32 +132,48 @@ class _Steps:
         elif before > 0.0 >= self.left:
             self.share = SHARE if self.was_full else max(LEAST_SHARE, self.share / 2)
             self.was_full = False
+            if self.balance <= 0.0:  # drafts are a loss, or plain steps slower than was known
+                self.due = _MEASURED_AGAIN
 
     def enter_plain(self, seconds: float) -> None:
-        if self.num_before >= SETTLED:
-            if self.num_plain < _LEAST_KNOWN and _MOST_TIMES * seconds < self.plain:
+        if not self.is_known:
+            if _MOST_TIMES * seconds < self.plain:
                 self.plain = seconds  # those before were slow for no reason that stays
-            else:
-                bounded = min(max(seconds, self.plain / _MOST_TIMES), _MOST_TIMES * self.plain)
-                weight = _WEIGHT_AT_FIRST if self.num_plain < _AT_FIRST else _LEAST_WEIGHT
-                self.plain += weight * (bounded - self.plain)
-            self.num_plain, self.age, self.num_due = self.num_plain + 1, 0, max(0, self.num_due - 1)
-            self.num_new = max(0, self.num_new - 1)
+            elif self.num_before >= SETTLED:
+                self.plain += _WEIGHT_AT_FIRST * (min(seconds, _MOST_TIMES * self.plain) - self.plain)
         self.num_before += 1
+        self.due = max(0.0, self.due - _UNMEASURED)
         self.add(self.share)
+
+    def enter_together(self, count: int, seconds: float) -> None:
+        """So many plain steps in a row took ``seconds`` on average."""
+        if self.num_before < SETTLED:
+            self.num_before += count
+        elif count >= _LEAST_MEASURED:
+            most = self.plain * min(_MOST_TIMES, 1.0 + count / _TWICE)
+            if self.is_known:
+                if seconds > _MUCH_MORE * self.plain:
+                    self.interval = _FIRST_INTERVAL
+                known = _KNOWN[seconds > self.plain]
+                self.plain += count / (count + known) * (min(max(seconds, self.plain / _MOST_TIMES), most) - self.plain)
+            else:
+                self.plain = min(seconds, most)
+            self.is_known, self.age, self.due = True, 0, max(0.0, self.due - count)
+            return
+        self.due = max(0.0, self.due - _UNMEASURED * count)
 
     def enter(self, step: DoneStep) -> None:
         """A step that is not plain."""
         self.age += 1
-        if self.age >= (_TOO_OLD_AT_FIRST if self.num_plain < _AT_FIRST else _TOO_OLD):
-            self.num_new = _LEAST_KNOWN
+        if self.age >= self.interval:
+            self.age, self.due, self.interval = 0, MEASURED, min(_LAST_INTERVAL, 2 * self.interval)
         self.num_before = 0 if step.has_drafts or step.network else self.num_before + 1
-        self.num_due = min(_MOST_DUE, max(self.num_due, self.age))
         key = step.alike, step.has_drafts
         seconds, count = self.others.get(key, (self.plain, 1))
-        weight = max(_LEAST_WEIGHT, 1.0 / (count + 1))
-        seconds += weight * (min(step.seconds, _MOST_TIMES * seconds) - seconds)
-        self.others[key] = seconds, count + 1
+        if not step.is_first:  # a plain one would have taken longer there, too
+            weight = max(_LEAST_WEIGHT, 1.0 / (count + 1))
+            seconds += weight * (min(step.seconds, _MOST_TIMES * seconds) - seconds)
+            self.others[key] = seconds, count + 1
         saved = step.gained * self.plain - max(0.0, seconds - self.plain)
         reading = 0.0
         if step.looked:
@@ -182,38 +206,34 @@ class DraftAccount:
         ``goes_on``: whether that network has drafted behind one of the last two steps, so that it lacks little.
         """
         steps = self._steps.get(kind)
-        if steps is None or steps.num_plain < _LEAST_KNOWN or steps.balance <= 0.0:
+        if steps is None or steps.balance <= 0.0:
             return False
         if steps.with_reading <= 0.0:  # no plain step in between: the network would have to read again
             return goes_on
-        return not steps.num_new
+        return not steps.due
 
     def rest(self, kind: Kind) -> int:
-        """How many plain steps of a kind are to follow unmeasured. What they enter is entered now.
-
-        After these, one is measured before others rest, unless ``enter_rest`` says what they took.
-        """
+        """How many plain steps of a kind are to follow unmeasured. What they enter is entered now."""
         steps = self._steps.get(kind)
-        if steps is None or steps.num_plain < _LEAST_KNOWN or steps.num_due:
+        if steps is None:
             return 0
         steps.with_reading = max(_LEAST, steps.with_reading)
-        count = min(MOST_RESTED, int(-steps.left / steps.share))
+        count = max(math.ceil(steps.due), min(MOST_RESTED, int(-steps.left / steps.share)))
         if count <= 0:
             return 0
-        steps.num_before, steps.num_due = SETTLED, 1
+        if steps.num_before < SETTLED:
+            count = SETTLED - steps.num_before
         steps.add(steps.share * count)
         return count
 
-    def enter_rest(self, kind: Kind, seconds: float) -> None:
-        """The steps that ``rest`` has entered are over, and nothing came between. ``seconds``: of one, on average.
+    def enter_rest(self, kind: Kind, count: int, seconds: float) -> None:
+        """``count`` steps that ``rest`` has entered are over, and nothing came between.
 
-        To measure a step changes what it takes: its code is in no cache. This does not.
+        ``seconds``: of one, on average.
         """
         steps = self._steps.get(kind)
         if steps is not None and seconds > 0.0:
-            bounded = min(max(seconds, steps.plain / _MOST_TIMES), _MOST_TIMES * steps.plain)
-            steps.plain += _WEIGHT_OF_REST * (bounded - steps.plain)
-            steps.num_plain, steps.age, steps.num_due = steps.num_plain + 1, 0, 0
+            steps.enter_together(count, seconds)
 
     def end_rest(self, kind: Kind, count: int) -> None:
         """Of the steps that ``rest`` has entered, ``count`` are not to rest after all."""
@@ -235,8 +255,11 @@ class DraftAccount:
             steps.enter(step)
             if step.looked and not self._one_graph:
                 steps.num_before = 0  # the next one did not start while this one ran
-            if steps.age >= _STALE and self._one_graph and steps.num_before > SETTLED:
-                steps.plain, steps.age, steps.num_new = moved(steps.plain, step.seconds), _STALE, 0
+
+    def unsettle(self) -> None:
+        """A step has computed prompts: the next plain ones take longer."""
+        for steps in self._steps.values():
+            steps.num_before = 0
 
     def enter_reading(self, kind: Kind, seconds: float) -> None:
         """A network took ``seconds`` behind a step that computes prompts. ``kind``: of the decode steps that follow."""

@@ -68,19 +68,19 @@ class DraftPlanner:
         # Whether the step that is being planned rests, in which nothing is looked for or measured, and how many follow.
         self._rests, self._num_rests = False, 0
         self._rested = False  # whether the last plan that was not empty was of such a step
-        # When the steps that rest began, and how many they are; None where something else came between.
+        # When the last steps that rest began, and how many they are; None where something else came between.
         self._rest: tuple[float, int] | None = None
         # Whether requests may wait for their tokens for drafts alone. Where nothing is looked for, they are let go.
         self._keeps_waiting = False
         self._kind: Kind = 1, False  # of the step that was planned last
         self._computes_prompts = False  # whether the step that is done did
+        self._is_first = False  # whether the step before that did
         self._num_accepted = 0  # drafts of that step
         # Of the step that was planned last, see ``_PlannedStep``; and the step before that.
         self._began, self._looked, self._drafted_before, self._lacks_much = 0.0, 0.0, False, True
         self._of_last = _PlannedStep(0.0, 0.0, False, True)
-        # Of the step that was planned last, too: seconds that it took to measure it, if nothing was looked for; whether
-        # a network is to draft behind it; and what it was, once it is done.
-        self._planned, self._drafts_next = 0.0, False
+        # Of it, too: whether a network is to draft behind it; and what it was, once it is done.
+        self._drafts_next = False
         self._done: DoneStep | None = None
         self._of_worker = source if isinstance(source, WorkerDrafts) else None
         self._reader = source if isinstance(source, ReadsSamples) else None
@@ -99,9 +99,11 @@ class DraftPlanner:
 
     def _end_rest(self) -> None:
         """Other requests run from now on, and what does not pay for those before may pay for them."""
-        self._rest = None
         if self._num_rests:
             self.account.end_rest(self._kind, self._num_rests)
+            if self._rest is not None:
+                began, count = self._rest
+                self._rest = (began, count - self._num_rests) if count > self._num_rests else None
             self._num_rests = 0
 
     def room(self, left: int) -> tuple[int, bool]:
@@ -132,6 +134,7 @@ class DraftPlanner:
             self._rests = True
         elif self._adapts:
             self._rests = not self._histories
+            self._rest = None if self._rests else self._rest  # else it is over, and the next plan enters it
         if self._rests:  # what is known of the last step is out of date when steps are measured again
             self._done, self._drafts_next = None, False
         return self._rests
@@ -147,13 +150,12 @@ class DraftPlanner:
         if self._rest is not None:
             began, count = self._rest
             self._rest = None
-            self.account.enter_rest(self._kind, (started - began) / count)
+            self.account.enter_rest(self._kind, count, (started - began) / count)
         if self._adapts and not self._choose():
             if self._keeps_waiting:
                 self._let_go()
             if not (self._keeps_waiting or self._drafts_next) and (count := self.account.rest(self._kind)):
                 self._rests, self._num_rests, self._rest = True, count - 1, (started, count)
-            self._planned = time.perf_counter() - started
             return
         self._keeps_waiting = True
         if most <= 0:
@@ -293,13 +295,15 @@ class DraftPlanner:
 
     def record(self, result: StepResult, num_requests: int, num_tokens: int) -> None:
         """A step of so many requests and tokens is done, whose drafts were accepted or not."""
-        self._computes_prompts = result.bucket.kind != "decode"
+        self._is_first, self._computes_prompts = self._computes_prompts, result.bucket.kind != "decode"
         num_accepted, self._num_accepted = self._num_accepted, 0
         drafting, counts = result.draft_seconds, self.running_set.counts
         if self._rests and not (drafting or self._computes_prompts):  # the usual case where drafts do not pay
             return
         if self._computes_prompts:
+            self._end_rest()
             self._rest = None
+            self.account.unsettle()
         counts.draft_seconds += drafting
         if self._rests or not self.costs:
             return
@@ -307,7 +311,6 @@ class DraftPlanner:
             if drafting:
                 self.account.enter_reading(self._next_kind(), drafting)
             return
-        started = time.perf_counter()
         num_drafts, seconds, costs = len(result.sampled_token_ids) - num_requests, result.seconds - drafting, self.costs
         samples = self._kind[1] if self._adapts else _samples(self.running_set.running)
         num_more = num_tokens - num_requests  # drafts, and tokens of prompts that are so short
@@ -322,9 +325,9 @@ class DraftPlanner:
             reads, gained = self._lacks_much, self._gained(num_accepted, num_requests)
             alike, has_drafts = costs.key(num_requests, num_more), num_drafts > 0
             self._done = DoneStep(
-                self._kind, num_requests, alike, has_drafts, seconds, network=network, reads=reads, gained=gained
-            )
-        self._planned += time.perf_counter() - started
+                self._kind, num_requests, alike, has_drafts, seconds, network=network, reads=reads, gained=gained,
+                is_first=self._is_first,
+            )  # fmt: skip
 
     def _end_step(self, now: float) -> None:
         """The next step begins: what the host took for the one that is done is known."""
@@ -333,12 +336,9 @@ class DraftPlanner:
             host = max(0.0, now - self._began - self._looked - done.seconds - done.network)
             self.costs.record_host(done.num_requests, done.has_drafts, host)
             if self._adapts:
-                done = done._replace(looked=self._looked)
-                # A step that rests takes less: it is not measured. On a GPU that is hidden behind the step.
-                measuring = self._planned if done.is_plain and self._is_on_cpu else 0.0
-                self.account.enter(done._replace(seconds=done.seconds + max(0.0, host - measuring)))
+                self.account.enter(done._replace(looked=self._looked, seconds=done.seconds + host))
         self._of_last = _PlannedStep(self._began, self._looked, self._drafted_before, self._lacks_much)
-        self._began, self._looked, self._planned, self._done = now, 0.0, 0.0, None
+        self._began, self._looked, self._done = now, 0.0, None
 
     def _gained(self, num_accepted: int, num_requests: int) -> float:
         """How many plain steps the right drafts of a step have saved."""
@@ -354,7 +354,7 @@ class DraftPlanner:
             history.compare(request.output_token_ids, self._of_all)
         self.proposed.pop(request, None)
         if not self.running_set.running:  # nobody knows when the next step begins
-            self._done = None
+            self._done = self._rest = None
         self.source.end(request)
 
     def _may_draft(self, request: Request) -> bool:

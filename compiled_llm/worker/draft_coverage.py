@@ -59,11 +59,18 @@ class DraftCoverage:
         """
         if output.resets:
             self._waiting.clear()
-        self._waiting.append(output)
-        if not (output.drafts_next or self._complete) and len(self._waiting) < _MOST_WAITING:
-            return True
-        self._enter_waiting()
-        return not output.drafts_next and (not self._complete or self._complete.isdisjoint(output.request_ids))
+        # A step may leave out a request that it admits: until that is in one, each is looked at.
+        if output.drafts_next or self._complete or output.admissions or self._admitted:
+            self._waiting.append(output)
+            self._enter_waiting()
+            return not output.drafts_next and (not self._complete or self._complete.isdisjoint(output.request_ids))
+        # Most decode within the blocks that their requests have. To keep those as well made each step slower: it is the
+        # memory of the one before that is in the processor's caches, and what is let go is what the next step takes.
+        if output.table_updates or output.released_request_ids or output.moves_blocks or output.resets:
+            self._waiting.append(output)
+            if len(self._waiting) >= _MOST_WAITING:
+                self._enter_waiting()
+        return True
 
     def _enter_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []

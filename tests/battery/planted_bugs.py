@@ -409,7 +409,13 @@ _PLANTED = """
             _Curves.seconds: num_requests + num_drafts => num_requests
     scheduling.draft_account, ACCOUNT
         the first plain steps behind drafts are measured
-            _Steps.enter_plain: self.num_before >= SETTLED => True
+            _Steps.enter_together: self.num_before < SETTLED => False
+        the first plain steps behind prompts are measured
+            DraftAccount.unsettle: steps.num_before = 0 => ...
+        the first step behind a prompt counts against drafts
+            _Steps.enter: not step.is_first => True
+        a pause of the machine counts in full
+            _Steps.enter_together: min(max(seconds, self.plain / _MOST_TIMES), most) => seconds
         what drafts cost counts as saved
             _Steps.enter: step.gained * self.plain - max(0.0, seconds - self.plain)
                 => step.gained * self.plain + max(0.0, seconds - self.plain)
@@ -426,7 +432,7 @@ _PLANTED = """
         a method that never pays loses as much after each try
             _Steps.add: SHARE if self.was_full else max(LEAST_SHARE, self.share / 2) => SHARE
         after other steps no plain ones are measured
-            DraftAccount.rest: steps.num_due => False
+            DraftAccount.looks: steps.due => False
         steps of all kinds have one account
             DraftAccount.enter: self._steps.get(step.kind) => next(iter(self._steps.values()), None)
     scheduling.draft_planner, MASKS

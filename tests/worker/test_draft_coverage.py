@@ -250,7 +250,7 @@ def test_steps_that_are_not_drafted_behind_need_not_be_entered() -> None:
 
 
 def test_a_block_that_a_resting_step_gives_away_has_nothing_wherever_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps behind which nothing is drafted wait, and are entered in their order."""
+    """Steps behind which nothing is drafted, and which move blocks or give some, wait, and are entered in order."""
     coverage, store = DraftCoverage(LIMITS, BLOCKS, HOST_BLOCKS), RequestRows(LIMITS, 100)
     one, other = RequestId("a"), RequestId("b")
     admissions = [StartedRequest(name, SamplingParams(), 0, (), ()) for name in (one, other)]
@@ -262,7 +262,9 @@ def test_a_block_that_a_resting_step_gives_away_has_nothing_wherever_it_goes(mon
     assert coverage.expect(step("b", 2, 1, swapped_out=((3, 2), (5, 4)), swapped_in=((8, 2), (9, 4))))
     monkeypatch.setattr(draft_coverage, "_MOST_WAITING", 3)
     assert coverage.expect(step("b", 4, 1, table_updates=((other, 1, (9,)),)))
-    assert coverage.expect(step("b", 5, 1)), "the third: all are entered"
+    assert coverage.expect(step("b", 5, 1)), "it moves nothing, and does not wait"
+    assert len(coverage._waiting) == 2
+    assert coverage.expect(step("b", 6, 1, table_updates=((other, 2, (4,)),))), "the third: all are entered"
     assert [int(coverage._first_lacking[block]) for block in (3, 8, 9)] == [0, 0, 0]
     assert not coverage._waiting
 
