@@ -3,7 +3,7 @@
 import functools
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from compiled_llm.api.config import EngineLimits
@@ -47,17 +47,23 @@ class DraftPlanner:
 
     Args:
         costs: of steps that decode; a source that does not adapt has no use for them.
+        clock: in seconds; None: that of the machine.
 
     Attributes:
         proposed: for the step that is being planned.
     """
 
     def __init__(
-        self, source: DraftSource, limits: EngineLimits, running_set: RunningSet, costs: DecodeCosts | None = None
+        self,
+        source: DraftSource,
+        limits: EngineLimits,
+        running_set: RunningSet,
+        costs: DecodeCosts | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.source, self.limits, self.running_set = source, limits, running_set
         self.proposed: dict[Request, Sequence[int]] = {}
-        self.costs = costs or DecodeCosts()
+        self.costs, self._clock = costs or DecodeCosts(), clock or time.perf_counter
         self._adapts = source.adapts and bool(self.costs)
         self.running_set.counts.num_accepted_by_position = (0,) * limits.num_draft_tokens
         self._histories: dict[Request, History] = {}
@@ -145,7 +151,7 @@ class DraftPlanner:
         ``beside_prompts``: whether the step may compute more than the next token of each request and drafts.
         """
         self.proposed = {}
-        started = time.perf_counter()
+        started = self._clock()
         self._end_step(started)
         if self._rest is not None:
             began, count = self._rest
@@ -179,7 +185,7 @@ class DraftPlanner:
             if taken:
                 self.proposed[request] = taken
                 most -= len(taken)
-        self._looked = time.perf_counter() - started
+        self._looked = self._clock() - started
         self.running_set.counts.draft_seconds += self._looked
         self.running_set.counts.draft_gain_seconds -= self._looked
 

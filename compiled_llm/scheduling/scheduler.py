@@ -7,7 +7,7 @@ the device knows which it is.
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from compiled_llm.api.config import EngineLimits
@@ -59,6 +59,7 @@ class Scheduler:
         tier_slots, state_bytes: as ``tier_rows`` and ``row_bytes``, for snapshots of states.
         drafter: guesses tokens of requests, for steps to verify; None: no drafts.
         decode_seconds, sampling_seconds: as in ``DecodeCosts``, measured at the start.
+        clock: by which drafts pay or do not, in seconds; None: that of the machine.
 
     Attributes:
         running, waiting: those of the ``RunningSet``.
@@ -88,6 +89,7 @@ class Scheduler:
         drafter: DraftSource | None = None,
         decode_seconds: Sequence[tuple[tuple[int, int], float]] = (),
         sampling_seconds: Sequence[tuple[tuple[int, int], float]] = (),
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.limits = limits
         self.pool = pool
@@ -116,7 +118,7 @@ class Scheduler:
         )
         self.running, self.waiting = self.running_set.running, self.running_set.waiting
         decode_costs = DecodeCosts(decode_seconds, sampling_seconds, pads=self.costs.pads)
-        self.drafts = None if drafter is None else DraftPlanner(drafter, limits, self.running_set, decode_costs)
+        self.drafts = None if drafter is None else DraftPlanner(drafter, limits, self.running_set, decode_costs, clock)
         self.planner = StepPlanner(limits, self.running_set, self.costs, policy, target_itl_ms, self.drafts)
         self.suspects = Suspects(self.running_set)
         self._num_added = 0

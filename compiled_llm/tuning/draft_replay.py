@@ -6,6 +6,7 @@ model's part of drafting is, which ``draft_recording.py`` has seen before.
 """
 
 import dataclasses
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -168,7 +169,8 @@ def replay(
         source = network_source(config) if is_network else host_source(config, _vocab_size(requests))
         limits = limits.with_drafts(config.num_tokens, one_graph=limits.mixes_lens, has_trees=config.has_trees)
     buckets = buckets_of(limits)
-    scheduler, expected = _scheduler_of(limits, source, seconds)
+    clock = _Clock()
+    scheduler, expected = _scheduler_of(limits, source, seconds, clock)
     served = {RequestId(str(number)): Served(one, number) for number, one in enumerate(requests)}
     for one in served.values():
         scheduler.add(one.request)
@@ -185,7 +187,10 @@ def replay(
         starts = zip(running, output.num_computed_tokens, strict=True)
         has_prompts = any(start < len(one.request.prompt_token_ids) for one, start in starts)
         before = sum(len(one.request.output_token_ids) for one in running)
-        scheduler.update(output, model.result(output, running, bucket, step_seconds))
+        started = clock()
+        result = model.result(output, running, bucket, step_seconds)
+        clock.ahead += result.seconds - (clock() - started)
+        scheduler.update(output, result)
         if scheduler.drafts is not None and output.drafts_next:
             scheduler.drafts.take([one.request for one in running], model.draft(running))
         for one in running:
@@ -204,8 +209,18 @@ def replay(
     )
 
 
+class _Clock:
+    """The machine's, but steps have taken the seconds that they are expected to."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def __call__(self) -> float:
+        return time.perf_counter() + self.ahead
+
+
 def _scheduler_of(
-    limits: EngineLimits, source: DraftSource | None, seconds: StepSeconds | None
+    limits: EngineLimits, source: DraftSource | None, seconds: StepSeconds | None, clock: _Clock
 ) -> tuple[Scheduler, DecodeCosts]:
     """A scheduler without requests, and what its steps are expected to take."""
     costs = {
@@ -219,9 +234,8 @@ def _scheduler_of(
     pads = not limits.mixes_lens
     measured = tuple((costs if pads else {**seconds, **costs}).items()) if seconds else ()
     expected = DecodeCosts(measured, pads=pads)
-    scheduler = Scheduler(
-        limits, BlockPool(num_blocks), drafter=source, decode_seconds=measured, costs=StepCosts(pads=pads)
-    )
+    pool, step_costs = BlockPool(num_blocks), StepCosts(pads=pads)
+    scheduler = Scheduler(limits, pool, drafter=source, decode_seconds=measured, costs=step_costs, clock=clock)
     return scheduler, expected
 
 

@@ -6,8 +6,8 @@ prefix may have been computed meanwhile. What it lacks is known here, block by b
 draft.
 
 A block has nothing when a request gets it, and what the drafter computes is entered. So steps behind which nothing is
-drafted need not be entered, but for the blocks that they move and give to requests: most steps of a drafter that is of
-no use. These wait, and are entered many at once, while the code is in the processor's caches.
+drafted need not be entered, but for the blocks that they move and give to requests. Behind many such steps in a row,
+most of a drafter that is of no use, all is forgotten, and then there is nothing to enter at all.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from compiled_llm.scheduling.request import RequestId
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.worker.request_rows import RequestRows
 
-_MOST_WAITING = 32  # steps behind which nothing is drafted, until they are entered
+_MOST_IDLE = 256  # steps in a row behind which nothing is drafted, until all is forgotten that the drafter has
 
 
 class Tokens(NamedTuple):
@@ -50,32 +50,27 @@ class DraftCoverage:
         # Known tokens of each row of ``RequestRows``. Memory that is never written to is never taken.
         self._token_ids = np.zeros((limits.max_num_seqs, limits.max_model_len), dtype=np.int32)
         self._num_known: dict[RequestId, int] = {}
-        self._waiting: list[SchedulerOutput] = []
+        self._num_idle = _MOST_IDLE  # steps since one that was drafted behind, up to this
 
     def expect(self, output: SchedulerOutput) -> bool:
-        """A step is about to come, which moves blocks or gives some to requests: that is entered, now or later.
+        """A step is about to come, which moves blocks or gives some to requests: that is entered.
 
         Returns whether there is nothing more to enter.
         """
-        if output.resets:
-            self._waiting.clear()
-        # A step may leave out a request that it admits: until that is in one, each is looked at.
-        if output.drafts_next or self._complete or output.admissions or self._admitted:
-            self._waiting.append(output)
-            self._enter_waiting()
-            return not output.drafts_next and (not self._complete or self._complete.isdisjoint(output.request_ids))
-        # Most decode within the blocks that their requests have. To keep those as well made each step slower: it is the
-        # memory of the one before that is in the processor's caches, and what is let go is what the next step takes.
-        if output.table_updates or output.released_request_ids or output.moves_blocks or output.resets:
-            self._waiting.append(output)
-            if len(self._waiting) >= _MOST_WAITING:
-                self._enter_waiting()
-        return True
-
-    def _enter_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for output in waiting:
-            self._enter(output)
+        if output.drafts_next:
+            self._num_idle = 0
+        elif self._num_idle < _MOST_IDLE:
+            self._num_idle += 1
+            if self._num_idle == _MOST_IDLE:
+                self._empty_all()
+        if self._num_idle == _MOST_IDLE:
+            if output.resets:
+                self._reset()
+            for name in output.released_request_ids:
+                self._num_known.pop(name, None)
+            return True
+        self._enter(output)
+        return not output.drafts_next and (not self._complete or self._complete.isdisjoint(output.request_ids))
 
     def _enter(self, output: SchedulerOutput) -> None:
         """Enter the blocks that a step moves, and those that requests get."""
@@ -96,10 +91,14 @@ class DraftCoverage:
                     self._begin(name, start)
 
     def _reset(self) -> None:
-        """A step has failed: what the drafter has is not relied on."""
+        """A step has failed: what the drafter has is not relied on, and all requests are told of anew."""
+        self._empty_all()
+        self._num_known.clear()
+
+    def _empty_all(self) -> None:
+        """From now on the drafter has nothing of any block."""
         self._complete.clear()
         self._admitted.clear()
-        self._num_known.clear()
         self._first_lacking[:] = 0
         self._first_lacking_on_host[:] = 0
 
@@ -149,7 +148,6 @@ class DraftCoverage:
 
     def lack_on_host(self, blocks: Sequence[int]) -> None:
         """Files are read into these host blocks: what the drafter has of them is not relied on."""
-        self._enter_waiting()
         self._first_lacking_on_host[list(blocks)] = 0
 
     def begin_step(self, output: SchedulerOutput, rows: np.ndarray, store: RequestRows) -> None:
@@ -165,8 +163,6 @@ class DraftCoverage:
 
         Those behind the first that it lacks do not count.
         """
-        if self._waiting:
-            self._enter_waiting()
         if name in self._complete or not start:
             return start
         first_lacking = self._first_lacking[store.block_table[row, : -(-start // self._size)]]

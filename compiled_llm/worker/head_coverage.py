@@ -31,8 +31,8 @@ class HeadCoverage(DraftCoverage):
         # Of the step that is drafted behind, by row: where blocks end whose last row has another follower, in tokens.
         self._outdated: dict[int, np.ndarray] = {}
 
-    def _reset(self) -> None:
-        super()._reset()
+    def _empty_all(self) -> None:
+        super()._empty_all()
         self._followers[:] = _UNKNOWN
         self._followers_on_host[:] = _UNKNOWN
         self._num_found.clear()

@@ -224,7 +224,7 @@ SAMPLER = Checks(("tests/step/test_sampling.py",), load_torch=True)
 RANK_LOGITS = Checks(("tests/step/test_rank_logits.py",), load_torch=True)
 OFFLOAD = Checks(("tests/e2e/test_offloaded_weights.py::test_the_same_answers_at_both_ends[plain]",), load_torch=True)
 FETCH = Checks(("tests/ops/test_fetch.py",), load_torch=True)
-RECORDING = Checks(("tests/tuning/test_draft_recording.py",), load_torch=True)
+RECORDING = Checks(("tests/tuning/test_draft_recording.py", "tests/tuning/test_draft_replay.py"), load_torch=True)
 CALIBRATION = Checks(("tests/worker/test_calibration.py",), load_torch=True)
 ROUNDING = Checks(
     (
@@ -579,6 +579,8 @@ _PLANTED = """
     worker.draft_coverage, NETWORKS
         a prefix that the drafter lacks is taken for computed
             DraftCoverage.num_covered: first_lacking < needed => first_lacking < 0
+        what was forgotten behind many steps without drafts is relied on
+            DraftCoverage._empty_all: self._first_lacking[:] = 0 => ...
         a step without the drafter leaves no gap
             DraftCoverage.lack_from_here: self._first_lacking[blocks[1:]] = 0 =>
         a gap ends where the step does
@@ -1251,6 +1253,8 @@ _PLANTED = """
             _Model._num_lacking: num_read is None => True
         each continuation reads its prompt anew
             _Model._num_lacking: prompt in self._prompts_read => False
+        a replay's steps take no time
+            _Clock.__call__: time.perf_counter() + self.ahead => time.perf_counter()
         a wrong draft is looked up where the first draft was
             wrong_drafts: position + wrong => position
     worker.calibration, CALIBRATION

@@ -208,7 +208,7 @@ def test_right_drafts_are_verified_where_rows_are_cheap_and_not_where_they_are_d
     cheap, _ = served(clock, 3, 0.01, overlap)
     dear, _ = served(clock, 3, 10.0, overlap)
     assert len(cheap.outputs) < 25
-    assert cheap.scheduler.counts.num_draft_tokens > 80
+    assert cheap.scheduler.counts.num_draft_tokens > 60
     assert dear.scheduler.counts.num_draft_tokens < 12
 
 

@@ -87,6 +87,17 @@ def test_outputs_that_repeat_take_fewer_seconds(method: str, size: int) -> None:
     assert drafted.rates_by_position == sorted(drafted.rates_by_position, reverse=True)
 
 
+def test_what_steps_take_is_what_was_measured_not_what_a_replay_takes() -> None:
+    """By the machine's clock plain steps that rest would seem to take nothing, and then no drafts would pay."""
+    phrase = list(range(20, 40))
+    known = [KnownRequest([*phrase, 1, *phrase[:6]], [phrase[place % 20] for place in range(6, 1500)])]
+    limits = limits_for(known, [1], one_graph=True)
+    plain = replay(known, limits, None, SECONDS)
+    drafted = replay(known, limits, SpeculativeConfig(method="ngram"), SECONDS)
+    assert drafted.decode_seconds < 0.3 * plain.decode_seconds
+    assert drafted.num_accepted > 1200
+
+
 def test_new_text_has_no_drafts_and_loses_no_step() -> None:
     known = [KnownRequest([1, 2, 3], range(10, 60)), KnownRequest([4], range(100, 150), ends_by_length=False)]
     limits = limits_for(known, [1, 2], one_graph=False)

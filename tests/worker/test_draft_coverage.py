@@ -210,6 +210,18 @@ class Requests:
         return covered
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_forgotten_is_not_taken_for_computed(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Behind three steps in a row without drafts, so that requests run on, come and go meanwhile."""
+    monkeypatch.setattr(draft_coverage, "_MOST_IDLE", 3)
+    requests, drafts = Requests(seed), False
+    for _ in range(500):
+        drafts ^= requests.rng.random() < 0.3
+        requests.step(drafts)
+    assert requests.num_checked > 150
+    assert requests.num_short > 0.05 * requests.num_checked
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_lacking_is_known_slot_by_slot(seed: int) -> None:
     requests, drafts = Requests(seed), False
@@ -249,8 +261,7 @@ def test_steps_that_are_not_drafted_behind_need_not_be_entered() -> None:
     assert coverage.num_covered(name, int(rows[0]), 12, store) == 6
 
 
-def test_a_block_that_a_resting_step_gives_away_has_nothing_wherever_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps behind which nothing is drafted, and which move blocks or give some, wait, and are entered in order."""
+def test_a_block_that_a_resting_step_gives_away_has_nothing_wherever_it_goes() -> None:
     coverage, store = DraftCoverage(LIMITS, BLOCKS, HOST_BLOCKS), RequestRows(LIMITS, 100)
     one, other = RequestId("a"), RequestId("b")
     admissions = [StartedRequest(name, SamplingParams(), 0, (), ()) for name in (one, other)]
@@ -259,17 +270,44 @@ def test_a_block_that_a_resting_step_gives_away_has_nothing_wherever_it_goes(mon
     coverage.end_step(first, store.update(first), np.array([True]), store)
     given = step("b", 0, 2, admissions=(admissions[1],), table_updates=((other, 0, (3,)),), released_request_ids=(one,))
     assert coverage.expect(given)
+    assert coverage._first_lacking[3] == 0
     assert coverage.expect(step("b", 2, 1, swapped_out=((3, 2), (5, 4)), swapped_in=((8, 2), (9, 4))))
-    monkeypatch.setattr(draft_coverage, "_MOST_WAITING", 3)
+    assert [int(coverage._first_lacking[block]) for block in (3, 8, 9)] == [0, 0, SIZE]
     assert coverage.expect(step("b", 4, 1, table_updates=((other, 1, (9,)),)))
-    assert coverage.expect(step("b", 5, 1)), "it moves nothing, and does not wait"
-    assert len(coverage._waiting) == 2
-    assert coverage.expect(step("b", 6, 1, table_updates=((other, 2, (4,)),))), "the third: all are entered"
-    assert [int(coverage._first_lacking[block]) for block in (3, 8, 9)] == [0, 0, 0]
-    assert not coverage._waiting
+    assert coverage._first_lacking[9] == 0
 
 
-def test_files_come_to_the_host_behind_the_steps_that_wait() -> None:
+def test_behind_many_steps_without_drafts_nothing_is_entered_and_nothing_is_relied_on() -> None:
+    coverage, store = DraftCoverage(LIMITS, BLOCKS, HOST_BLOCKS), RequestRows(LIMITS, 100)
+    one, other = RequestId("a"), RequestId("b")
+    admissions = [StartedRequest(name, SamplingParams(), 0, (), ()) for name in (one, other)]
+    entered = list[SchedulerOutput]()
+    enter = coverage._enter
+    coverage._enter = lambda output: (entered.append(output), enter(output))[1]  # type: ignore[method-assign]
+    known = ((0, 0, tuple(range(9))),)
+    updates = {"admissions": (admissions[0],), "table_updates": ((one, 0, (3, 5)),)}
+    first = step("a", 0, 8, drafts_next=True, known_tokens=known, **updates)
+    assert not coverage.expect(first)
+    rows = store.update(first)
+    coverage.begin_step(first, rows, store)
+    coverage.end_step(first, rows, np.array([True]), store)
+    for _ in range(draft_coverage._MOST_IDLE):
+        coverage.expect(SchedulerOutput(request_ids=(other,)))
+    assert len(entered) == draft_coverage._MOST_IDLE
+    assert coverage.expect(step("b", 0, 3, admissions=(admissions[1],), table_updates=((other, 0, (9,)),)))
+    assert len(entered) == draft_coverage._MOST_IDLE
+    again = step("a", 8, 1, drafts_next=True, table_updates=((one, 2, (7,)),))
+    assert not coverage.expect(again)
+    row = int(store.update(again)[0])
+    assert coverage.num_covered(one, row, 8, store) == 0
+    assert list(coverage.tokens(one, row, 0, 8)) == list(range(8)), "they are told of once"
+    for _ in range(draft_coverage._MOST_IDLE):
+        coverage.expect(SchedulerOutput())
+    coverage.expect(SchedulerOutput(released_request_ids=(one,)))
+    assert coverage.tokens(one, row, 0, 8) is None
+
+
+def test_files_come_to_the_host_behind_what_was_there() -> None:
     coverage, store, name = DraftCoverage(LIMITS, BLOCKS, HOST_BLOCKS), RequestRows(LIMITS, 100), RequestId("a")
     admission = StartedRequest(name, SamplingParams(), 0, (), ())
     first = step("a", 0, 4, drafts_next=True, admissions=(admission,), table_updates=((name, 0, (3,)),))
@@ -279,7 +317,6 @@ def test_files_come_to_the_host_behind_the_steps_that_wait() -> None:
     assert coverage.expect(SchedulerOutput(swapped_out=((3, 2),)))
     coverage.lack_on_host([2])
     assert coverage.expect(SchedulerOutput(swapped_in=((9, 2),)))
-    coverage._enter_waiting()
     assert [int(coverage._first_lacking[block]) for block in (3, 9)] == [SIZE, 0]
 
 
