@@ -15,6 +15,7 @@ from compiled_llm.scheduling.drafter import DraftSource, ReadsSamples
 from compiled_llm.scheduling.output_builder import SchedulerOutputBuilder
 from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.running_set import RunningSet
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.worker import StepResult
 from compiled_llm.scheduling.worker_drafts import WorkerDrafts
 
@@ -299,8 +300,8 @@ class DraftPlanner:
             known = counts.num_accepted_by_position
             counts.num_accepted_by_position = (*[number + 1 for number in known[:count]], *known[count:])
 
-    def record(self, result: StepResult, num_requests: int, num_tokens: int) -> None:
-        """A step of so many requests and tokens is done, whose drafts were accepted or not."""
+    def record(self, result: StepResult, output: SchedulerOutput) -> None:
+        """A step is done, and its drafts were accepted or not."""
         self._is_first, self._computes_prompts = self._computes_prompts, result.bucket.kind != "decode"
         num_accepted, self._num_accepted = self._num_accepted, 0
         drafting, counts = result.draft_seconds, self.running_set.counts
@@ -317,6 +318,7 @@ class DraftPlanner:
             if drafting:
                 self.account.enter_reading(self._next_kind(), drafting)
             return
+        num_requests, num_tokens = len(output.request_ids), output.num_tokens
         num_drafts, seconds, costs = len(result.sampled_token_ids) - num_requests, result.seconds - drafting, self.costs
         samples = self._kind[1] if self._adapts else _samples(self.running_set.running)
         num_more = num_tokens - num_requests  # drafts, and tokens of prompts that are so short

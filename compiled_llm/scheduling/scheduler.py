@@ -280,7 +280,7 @@ class Scheduler:
         if self.drafts is not None:
             if drafts:
                 self.drafts.take(requests, drafts)
-            self.drafts.record(result, len(requests), output.num_tokens)
+            self.drafts.record(result, output)
         return advanced
 
     def _enter_scores(self, requests: list[Request], output: SchedulerOutput, logprobs: Sequence[float]) -> None:

@@ -12,7 +12,7 @@ from compiled_llm.scheduling.bucket import Bucket, buckets_of, choose_bucket
 from compiled_llm.scheduling.draft_account import LEAST_SHARE, MOST, MOST_RESTED, SHARE
 from compiled_llm.scheduling.draft_planner import DraftPlanner
 from compiled_llm.scheduling.drafter import DraftSource
-from compiled_llm.scheduling.request import Request
+from compiled_llm.scheduling.request import Request, RequestId
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.worker import StepResult
 from compiled_llm.scheduling.worker_drafts import WorkerDrafts
@@ -231,7 +231,8 @@ def test_a_rest_in_which_a_prompt_is_computed_says_nothing() -> None:
         server.step()
     before = len(found)
     Server.now += 9.0
-    server.drafts.record(StepResult(Bucket("tokens", 16, 4), (1,), seconds=9.0), 1, 4)
+    prompt = SchedulerOutput(request_ids=(RequestId("another"),), num_scheduled_tokens=(4,))
+    server.drafts.record(StepResult(Bucket("tokens", 16, 4), (1,), seconds=9.0), prompt)
     for _ in range(31):
         server.step()
     assert len(found) == before + 1, "those in which steps settle"
