@@ -384,18 +384,19 @@ _PLANTED = """
     scheduling.draft_planner, PLANNER
         a network goes on behind requests that have ended
             DraftPlanner._choose: any(request.takes_drafts for request in self.running_set.running) => True
-        to measure plain steps counts as their time
-            DraftPlanner._end_step: max(0.0, host - measuring) => host
+        a rest that others have ended is as long as it was to be
+            DraftPlanner._end_rest: (began, count - self._num_rests) if count > self._num_rests else None
+                => (began, count)
+        a rest goes on behind a prompt
+            DraftPlanner.record: self._rest = None => ...
         a network whose drafts were verified has to read its prompt again
             DraftPlanner._choose: self._drafts_next or self._drafted_before => self._drafts_next
         steps that do not rest after all keep their shares
             DraftPlanner._end_rest: self.account.end_rest(self._kind, self._num_rests) => ...
         what steps that rest took is not known
-            DraftPlanner.propose: self.account.enter_rest(self._kind, (started - began) / count) => ...
+            DraftPlanner.propose: self.account.enter_rest(self._kind, count, (started - began) / count) => ...
         a prompt counts as a step that rests
             DraftPlanner.record: self._rest = None => ...
-        a rest that others have ended counts as a whole
-            DraftPlanner._end_rest: self._rest = None => ...
         empty plans rest
             DraftPlanner.plan_next: self._num_rests += 1 => ...
         tokens of short prompts are no tokens of a step that decodes

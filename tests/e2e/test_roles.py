@@ -133,7 +133,8 @@ def test_networks_that_draft(method: str, count: int, tmp_path: Path) -> None:
     ]
     with CompiledEngine(str(checkpoint("llama")), **SMALL) as engine:
         expected = serve(engine, work)
-    config = {"speculative_config": network(method, tmp_path / "draft")}
+    adaptive = count > 4  # of few requests an account learns too late what pays
+    config = {"speculative_config": network(method, tmp_path / "draft") | {"adaptive": adaptive}}
     address = f"unix:{tmp_path}/blocks"
     with engine_of("llama", config, "prefill", address) as prefill, engine_of("llama", config, "decode") as decode:
         outputs = serve_apart(prefill, decode, work)
