@@ -37,8 +37,17 @@ def quantizing(config: EngineConfig, plain: LinearKind, dtype: torch.dtype) -> L
     return Quantizing(plain, dtype, layers, _scheme(head, size), embedding, config.quantization_skip)
 
 
-def plain_kind(config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype) -> LinearKind:
+def plain_kind(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_bytes_between: int = 0,
+) -> LinearKind:
     """The kind for what is not quantised.
+
+    Args:
+        num_bytes_between: of weights of other models that are read from one pass of this one to the next.
 
     Raises:
         ValueError: ``compress_weights`` is True where there are no kernels for it.
@@ -47,7 +56,7 @@ def plain_kind(config: EngineConfig, model_config: ModelConfig, device: torch.de
     if compress is not False and Compressed.serves(device, dtype):
         # A thread takes 64 outputs at a time, of which some layers have hidden_size: with less, some would have none.
         is_shared = model_config.hidden_size >= GROUP * (config.num_threads or granted_cores())
-        if compress or (is_shared and _bytes_of_layers(model_config, dtype) > IN_CACHES):
+        if compress or (is_shared and bytes_of_layers(model_config, dtype) + num_bytes_between > IN_CACHES):
             return Compressed
     elif compress:
         raise ValueError(
@@ -57,21 +66,29 @@ def plain_kind(config: EngineConfig, model_config: ModelConfig, device: torch.de
     return linear_kind(device, dtype, config.exact)
 
 
-def _bytes_of_layers(model_config: ModelConfig, dtype: torch.dtype) -> int:
+def bytes_of_layers(model_config: ModelConfig, dtype: torch.dtype) -> int:
     """Of all linear layers in ``dtype``, without tables of which a step reads single rows."""
     names = Names()
     family_of(model_config).describe(model_config, dtype, names)
     return sum(p.out_features * p.in_features for p in names.parts if p.role != "embedding") * dtype.itemsize
 
 
-def linears_of(config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype) -> LinearKind:
+def linears_of(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_bytes_between: int = 0,
+) -> LinearKind:
     """The kind for a model: as its checkpoint keeps the weights, and as the engine's arguments say.
+
+    ``num_bytes_between``: as in ``plain_kind``.
 
     Raises:
         ValueError: as ``plain_kind``; ``quantization_skip`` names no layer that the checkpoint has in plain form, or it
             has none that ``quantization`` could round, or none whose activations ``quantization_activations`` could.
     """
-    linears = quantizing(config, plain_kind(config, model_config, device, dtype), dtype)
+    linears = quantizing(config, plain_kind(config, model_config, device, dtype, num_bytes_between), dtype)
     if isinstance(linears, Quantizing) and (config.quantization_skip or model_config.published):
         plain = Names()
         family_of(model_config).describe(model_config, dtype, published(model_config, plain))

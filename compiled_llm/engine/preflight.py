@@ -94,7 +94,7 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
 
     are_mapped = keeping(config, device, linears) is not linears
     network = draft_checkpoint(config, made, tokenizer, with_weights=False)
-    drafter = None if network is None else DraftPlan.of(network, limits.max_model_len, device, dtype)
+    drafter = None if network is None else DraftPlan.of(network, made, limits.max_model_len, device, dtype)
     within = "" if drafter is None else prefix_of(drafter.model_config)
     served = dataclasses.replace(made, max_position_embeddings=limits.max_model_len)
     description = family_of(served).describe(served, dtype, taken)

@@ -11,7 +11,7 @@ from compiled_llm.api.speculative_config import NetworkTree
 from compiled_llm.checkpoint import loader
 from compiled_llm.checkpoint.draft_model import DraftCheckpoint
 from compiled_llm.checkpoint.mtp import as_stored
-from compiled_llm.checkpoint.quantization import linears_of
+from compiled_llm.checkpoint.quantization import bytes_of_layers, linears_of
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.draft_heads.family import HeadFamily, prefix_of
 from compiled_llm.models.family import Description
@@ -53,16 +53,24 @@ class DraftPlan(NamedTuple):
 
     @classmethod
     def of(
-        cls, checkpoint: DraftCheckpoint, max_model_len: int, device: torch.device, dtype: torch.dtype
+        cls,
+        checkpoint: DraftCheckpoint,
+        target: ModelConfig,
+        max_model_len: int,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> "DraftPlan":
-        """``ValueError`` for a cache, a quantisation or trees that the network cannot have."""
+        """``ValueError`` for a cache, a quantisation or trees that the network cannot have. ``target``: the model."""
         config = checkpoint.config
         model_config = dataclasses.replace(checkpoint.model_config, max_position_embeddings=max_model_len)
         cache_dtypes = layer_dtypes(config, dtype, model_config)
         use_device(device, cache_dtypes, model_config)
         if checkpoint.tree is not None:
             check_trees(model_config, device, checkpoint.num_tokens, exact=config.exact)
-        linears = linears_of(config, model_config, device, dtype)
+        # Heads without a cache go through their weights once for a step, and the model through all of its own between.
+        # Other networks do so for each draft: only the first finds nothing in the processor's caches.
+        between = 0 if cache_dtypes else bytes_of_layers(target, dtype)
+        linears = linears_of(config, model_config, device, dtype, between)
         if prefix_of(model_config):
             linears = as_stored(linears, checkpoint.directory)
         return cls(checkpoint, model_config, cache_dtypes, linears, device, dtype)

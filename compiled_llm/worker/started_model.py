@@ -155,7 +155,9 @@ class StartedModel:
         num_draft_layers(config.speculation, model_config)  # refuses what cannot be, before weights are read
         self._directory, self._drafter = directory, drafter
         self._draft = draft = (
-            None if drafter is None else DraftPlan.of(drafter, limits.max_model_len, self.device, self.dtype)
+            None
+            if drafter is None
+            else DraftPlan.of(drafter, model_config, limits.max_model_len, self.device, self.dtype)
         )
         self._kept = keeping(config, self.device, self.linears)
         self._offloaded = offloaded(config, model_config, self.device, self.linears, self.dtype)

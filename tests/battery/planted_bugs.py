@@ -381,6 +381,9 @@ _PLANTED = """
     scheduling.draft_planner, LENGTHS
         a network reads a prompt for the last tokens of a request
             DraftPlanner._choose: reads and self._ends_soon() => False
+    scheduling.draft_lengths, LENGTHS
+        what is known of all requests counts as one draft whatever it is
+            Acceptance.chance: self.num_tried + weight => self.num_tried + 1.0
     scheduling.draft_planner, PLANNER
         a network goes on behind requests that have ended
             DraftPlanner._choose: any(request.takes_drafts for request in self.running_set.running) => True
@@ -593,10 +596,6 @@ _PLANTED = """
             DraftCoverage._move: move(output.copies, device, device) =>
         a block that another request had is taken for computed
             DraftCoverage._enter_tables: blocks[whole] if len(blocks) == whole + 1 else list(blocks[whole:]) => []
-        what a file brings to the host is forgotten by a step that waited
-            DraftCoverage.lack_on_host: self._enter_waiting() =>
-        of steps that wait only the last one is entered
-            DraftCoverage._enter_waiting: waiting => waiting[-1:]
         a request that takes the blocks of another is taken to lack nothing
             DraftCoverage._enter_tables: self._complete.discard(name) =>
         tokens of the first request are entered for all

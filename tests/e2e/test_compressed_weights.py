@@ -43,10 +43,12 @@ def test_bits_are_those_of_plain_weights(family: str) -> None:
 def test_weights_of_caches_and_of_many_threads_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     config = dataclasses.replace(read_config(checkpoint("llama")), hidden_size=256)
 
-    def kind(dtype: torch.dtype = torch.bfloat16, **arguments: Any) -> LinearKind:
-        return plain_kind(EngineConfig(**arguments), config, torch.device("cpu"), dtype)
+    def kind(dtype: torch.dtype = torch.bfloat16, num_bytes_between: int = 0, **arguments: Any) -> LinearKind:
+        return plain_kind(EngineConfig(**arguments), config, torch.device("cpu"), dtype, num_bytes_between)
 
     assert kind(num_threads=1) is Packed
+    assert kind(num_threads=1, num_bytes_between=2**26) is Compressed, "another model's are read meanwhile"
+    assert kind(num_threads=5, num_bytes_between=2**26) is Packed
     monkeypatch.setattr(quantization, "IN_CACHES", 1000)
     assert kind(num_threads=1) is Compressed
     assert kind(num_threads=4) is Compressed
