@@ -34,25 +34,20 @@ class Acceptance:
         self.num_right = memory * self.num_right + num_right
         self.num_tried = memory * self.num_tried + num_right + ends_wrong
 
-    def chance(self, others: "Acceptance", weight: float = 1.0) -> float:
-        """That one more draft is right, if those before it are.
-
-        ``others``: of all requests; it counts as ``weight`` drafts that were tried.
-        """
+    def chance(self, others: "Acceptance") -> float:
+        """That one more draft is right, if those before it are. ``others``: of all requests."""
         prior = others.num_right / others.num_tried if others.num_tried else _PRIOR
-        return (self.num_right + weight * prior) / (self.num_tried + weight)
+        return (self.num_right + prior) / (self.num_tried + 1.0)
 
 
 class Chances:
     """How often drafts are right, by the order of a proposal's length: 1, 2 to 3, 4 to 7... drafts.
 
-    Args:
-        others: of all requests, which a request is taken to be like; None: these are all.
-        weight: of these, in drafts.
+    ``others``: of all requests, which a request is taken to be like; None: these are all.
     """
 
-    def __init__(self, others: "Chances | None" = None, weight: float = 1.0) -> None:
-        self._others, self._weight = others, weight
+    def __init__(self, others: "Chances | None" = None) -> None:
+        self._others = others
         self._by_order: dict[int, Acceptance] = {}  # of the orders that were asked for: few requests are looked at
 
     def __getitem__(self, length: int) -> Acceptance:
@@ -65,7 +60,7 @@ class Chances:
     def chance(self, length: int) -> float:
         """That one more draft of so many is right, if those before it are."""
         assert self._others is not None
-        return self[length].chance(self._others[length], self._weight) if length else 0.0
+        return self[length].chance(self._others[length]) if length else 0.0
 
 
 @dataclasses.dataclass(slots=True)

@@ -25,9 +25,6 @@ _WORTH_OF_SEVERAL = 0.6
 # For the last tokens of requests, so many or fewer of each, a network does not begin to read if it lacks more than
 # ``_READ_FOR_A_TOKEN`` times as many. The head of the bundled model read 180 to 240 in the time of a step.
 _LAST_TOKENS, _READ_FOR_A_TOKEN = 16, 64
-# What is known of all requests counts as so many drafts of each. A network is right about as often in all of them; what
-# repeats is another thing in each. Replays of recorded drafts of Medusa heads and a draft model gained 0.4 to 1.7%.
-_WEIGHT_OF_ALL_BEHIND_NETWORKS = 4.0
 
 
 class _PlannedStep(NamedTuple):
@@ -103,8 +100,7 @@ class DraftPlanner:
         # The last token is sampled in any case: a draft for it would be of no use.
         takes = request.max_num_tokens - len(request.prompt_token_ids) > 1
         if takes and self._adapts:
-            weight = 1.0 if self._of_worker is None else _WEIGHT_OF_ALL_BEHIND_NETWORKS
-            self._histories[request] = History(request.waits_for_tokens, Chances(self._of_all, weight))
+            self._histories[request] = History(request.waits_for_tokens, Chances(self._of_all))
             self._keeps_waiting = True
         return takes
 

@@ -154,11 +154,8 @@ class StartedModel:
         self.linears = linears_of(config, model_config, self.device, self.dtype)
         num_draft_layers(config.speculation, model_config)  # refuses what cannot be, before weights are read
         self._directory, self._drafter = directory, drafter
-        self._draft = draft = (
-            None
-            if drafter is None
-            else DraftPlan.of(drafter, model_config, limits.max_model_len, self.device, self.dtype)
-        )
+        sizes = limits.max_model_len, self.device, self.dtype
+        self._draft = draft = None if drafter is None else DraftPlan.of(drafter, model_config, *sizes)
         self._kept = keeping(config, self.device, self.linears)
         self._offloaded = offloaded(config, model_config, self.device, self.linears, self.dtype)
         taken = self._kept if self._offloaded is None else self._offloaded.kind

@@ -381,9 +381,6 @@ _PLANTED = """
     scheduling.draft_planner, LENGTHS
         a network reads a prompt for the last tokens of a request
             DraftPlanner._choose: reads and self._ends_soon() => False
-    scheduling.draft_lengths, LENGTHS
-        what is known of all requests counts as one draft whatever it is
-            Acceptance.chance: self.num_tried + weight => self.num_tried + 1.0
     scheduling.draft_planner, PLANNER
         a network goes on behind requests that have ended
             DraftPlanner._choose: any(request.takes_drafts for request in self.running_set.running) => True

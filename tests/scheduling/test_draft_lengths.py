@@ -115,15 +115,6 @@ def test_long_proposals_have_a_chance_of_their_own_and_a_new_request_that_of_all
     assert Chances(of_all).chance(3) == own.chance(3) > 0.95
 
 
-def test_what_is_known_of_all_requests_counts_as_so_many_drafts_of_one() -> None:
-    of_all = Chances()
-    of_all[3].observe(60, ends_wrong=True, memory=1.0)
-    for weight in (1.0, 4.0):
-        own = Chances(of_all, weight)
-        own[3].observe(0, ends_wrong=True)
-        assert own.chance(3) == pytest.approx(weight * (61.2 / 63) / (1 + weight))
-
-
 def test_a_proposal_is_compared_with_what_comes_whether_it_was_verified_or_not() -> None:
     of_all = Chances()
     history, known = History(waits=False, chances=Chances(of_all)), of_all[3]
