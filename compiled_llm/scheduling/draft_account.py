@@ -149,6 +149,8 @@ class _Steps:
         """So many plain steps in a row took ``seconds`` on average."""
         if self.num_before < SETTLED:
             self.num_before += count
+            if not self.is_known:  # and may never be, where requests come all the time
+                self.plain = min(self.plain, seconds)
         elif count >= _LEAST_MEASURED:
             most = self.plain * min(_MOST_TIMES, 1.0 + count / _TWICE)
             if self.is_known:
