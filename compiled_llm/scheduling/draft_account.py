@@ -23,9 +23,10 @@ from compiled_llm.scheduling.decode_costs import Key
 
 SHARE, LEAST_SHARE = 0.0075, 0.001875  # of all steps, that may be lost; at least, where the last tries paid nothing
 MOST = 8.0  # steps that an account has at most, and at the start
+_DOUBTFUL = 2.0  # at the start, where the last tries for about as many requests paid nothing
 _LEAST = -32.0  # it is never emptier than that while steps rest; the least shares of 17,100 make up for it
 MOST_RESTED = 64  # steps in a row
-MEASURED, _MEASURED_AGAIN = 8, 16  # of them, before anything is looked for; and once an account is emptied
+MEASURED, _MEASURED_AGAIN = 8, 16  # of them, before anything is looked for; and once drafts have emptied an account
 _LEAST_MEASURED = 4  # of them, to be measured together
 # So many steps without drafts come before plain ones that are measured. Behind drafts and prompts the first few take
 # longer: what they read is no longer in the caches, and a step of another size fills all buffers. Behind those of an
@@ -88,8 +89,8 @@ class _Steps:
         plain: seconds of a plain step; an average, as all seconds here. What is entered of a step is the average of
             those like it, so that a single slow one does not matter much.
         is_known: whether some were measured together.
-        due: plain steps that are to be measured together before more is looked for.
-        num_before: the last steps, as far as they computed neither drafts nor prompts.
+        due: plain steps that are to be measured together before more is looked for, or to pass by in larger number.
+        num_before: the last steps behind which nothing made the next one slower: drafts, a prompt, on a GPU a look.
         age: steps that were not plain, since plain ones were measured or are due.
         interval: at which ``age`` some are due.
         share: of a plain step, that each step enters.
@@ -142,7 +143,7 @@ class _Steps:
             elif self.num_before >= SETTLED:
                 self.plain += _WEIGHT_AT_FIRST * (min(seconds, _MOST_TIMES * self.plain) - self.plain)
         self.num_before += 1
-        self.due = max(0.0, self.due - _UNMEASURED)
+        self.pass_by(1)
         self.add(self.share)
 
     def enter_together(self, count: int, seconds: float) -> None:
@@ -162,17 +163,22 @@ class _Steps:
                 self.plain = min(seconds, most)
             self.is_known, self.age, self.due = True, 0, max(0.0, self.due - count)
             return
+        self.pass_by(count)
+
+    def pass_by(self, count: int) -> None:
+        """So many plain steps were not measured."""
         self.due = max(0.0, self.due - _UNMEASURED * count)
 
     def enter(self, step: DoneStep) -> None:
         """A step that is not plain."""
         self.age += 1
-        if self.age >= self.interval:
+        if self.age >= self.interval and not self.due:
             self.age, self.due, self.interval = 0, MEASURED, min(_LAST_INTERVAL, 2 * self.interval)
         self.num_before = 0 if step.has_drafts or step.network else self.num_before + 1
         key = step.alike, step.has_drafts
         seconds, count = self.others.get(key, (self.plain, 1))
-        if not step.is_first:  # a plain one would have taken longer there, too
+        # A plain step would have taken longer in the place of the first one, too. But that may be the only one there is.
+        if not step.is_first or key not in self.others:
             weight = max(_LEAST_WEIGHT, 1.0 / (count + 1))
             seconds += weight * (min(step.seconds, _MOST_TIMES * seconds) - seconds)
             self.others[key] = seconds, count + 1
@@ -220,7 +226,8 @@ class DraftAccount:
         if steps is None:
             return 0
         steps.with_reading = max(_LEAST, steps.with_reading)
-        count = max(math.ceil(steps.due), min(MOST_RESTED, int(-steps.left / steps.share)))
+        due = max(_LEAST_MEASURED, math.ceil(steps.due)) if steps.due else 0
+        count = max(due, min(MOST_RESTED, int(-steps.left / steps.share)))
         if count <= 0:
             return 0
         if steps.num_before < SETTLED:
@@ -237,6 +244,11 @@ class DraftAccount:
         if steps is not None and seconds > 0.0:
             steps.enter_together(count, seconds)
 
+    def pass_by(self, kind: Kind, count: int) -> None:
+        """``count`` steps that ``rest`` has entered are over, and what they took is not known."""
+        if (steps := self._steps.get(kind)) is not None:
+            steps.pass_by(count)
+
     def end_rest(self, kind: Kind, count: int) -> None:
         """Of the steps that ``rest`` has entered, ``count`` are not to rest after all."""
         steps = self._steps[kind]
@@ -251,7 +263,8 @@ class DraftAccount:
             return
         if step.is_plain:
             if steps is None:
-                steps = self._steps[step.kind] = _Steps(step.seconds)
+                start = self._start(step.kind)
+                steps = self._steps[step.kind] = _Steps(step.seconds, balance=start, with_reading=start)
             steps.enter_plain(step.seconds)
         elif steps is not None:
             steps.enter(step)
@@ -262,6 +275,11 @@ class DraftAccount:
         """A step has computed prompts: the next plain ones take longer."""
         for steps in self._steps.values():
             steps.num_before = 0
+
+    def _start(self, kind: Kind) -> float:
+        """Steps that a new account has: few, where those of about twice or half as many requests have lost theirs."""
+        beside = [self._steps.get((size, kind[1])) for size in (2 * kind[0], kind[0] // 2)]
+        return _DOUBTFUL if any(steps is not None and steps.share < SHARE for steps in beside) else MOST
 
     def enter_reading(self, kind: Kind, seconds: float) -> None:
         """A network took ``seconds`` behind a step that computes prompts. ``kind``: of the decode steps that follow."""

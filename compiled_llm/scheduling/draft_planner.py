@@ -69,9 +69,9 @@ class DraftPlanner:
         self.running_set.counts.num_accepted_by_position = (0,) * limits.num_draft_tokens
         self._histories: dict[Request, History] = {}
         self._of_all = Chances()
-        self._is_on_cpu = limits.mixes_lens  # there alone one graph computes steps with drafts and without
         # Whether the step that is being planned may look for drafts, or have a network make some.
-        self.account, self._pays = DraftAccount(one_graph=self._is_on_cpu), True
+        # On a CPU alone one graph computes steps with drafts and without.
+        self.account, self._pays = DraftAccount(one_graph=limits.mixes_lens), True
         # Whether the step that is being planned rests, in which nothing is looked for or measured, and how many follow.
         self._rests, self._num_rests = False, 0
         self._rested = False  # whether the last plan that was not empty was of such a step
@@ -112,6 +112,18 @@ class DraftPlanner:
                 began, count = self._rest
                 self._rest = (began, count - self._num_rests) if count > self._num_rests else None
             self._num_rests = 0
+
+    def _drop_rest(self) -> None:
+        """What the steps that rested took is not known: something else came between."""
+        self._end_rest()
+        if self._rest is not None:
+            self.account.pass_by(self._kind, self._rest[1])
+            self._rest = None
+
+    def start_over(self) -> None:
+        """The steps in flight broke."""
+        self._drop_rest()
+        self._done, self._drafts_next = None, False
 
     def room(self, left: int) -> tuple[int, bool]:
         """Most drafts of a step that has ``left`` tokens beside the next one of each running request.
@@ -157,7 +169,9 @@ class DraftPlanner:
         if self._rest is not None:
             began, count = self._rest
             self._rest = None
-            self.account.enter_rest(self._kind, count, (started - began) / count)
+            # Of a pipeline, others are computed meanwhile.
+            seconds = (started - began) / count * self.limits.steps_at_once
+            self.account.enter_rest(self._kind, count, seconds)
         if self._adapts and not self._choose():
             if self._keeps_waiting:
                 self._let_go()
@@ -308,8 +322,7 @@ class DraftPlanner:
         if self._rests and not (drafting or self._computes_prompts):  # the usual case where drafts do not pay
             return
         if self._computes_prompts:
-            self._end_rest()
-            self._rest = None
+            self._drop_rest()
             self.account.unsettle()
         counts.draft_seconds += drafting
         if self._rests or not self.costs:
@@ -362,7 +375,8 @@ class DraftPlanner:
             history.compare(request.output_token_ids, self._of_all)
         self.proposed.pop(request, None)
         if not self.running_set.running:  # nobody knows when the next step begins
-            self._done = self._rest = None
+            self._drop_rest()
+            self._done = None
         self.source.end(request)
 
     def _may_draft(self, request: Request) -> bool:

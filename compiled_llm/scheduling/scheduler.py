@@ -413,6 +413,8 @@ class Scheduler:
         that were swapped out.
         """
         self.forks.end_copies()
+        if self.drafts is not None:
+            self.drafts.start_over()
         failed = {request: None for requests in self.in_flight for request in requests}
         self.in_flight.clear()
         for request in failed:

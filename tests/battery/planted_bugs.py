@@ -387,16 +387,20 @@ _PLANTED = """
         a rest that others have ended is as long as it was to be
             DraftPlanner._end_rest: (began, count - self._num_rests) if count > self._num_rests else None
                 => (began, count)
-        a rest goes on behind a prompt
-            DraftPlanner.record: self._rest = None => ...
         a network whose drafts were verified has to read its prompt again
             DraftPlanner._choose: self._drafts_next or self._drafted_before => self._drafts_next
         steps that do not rest after all keep their shares
             DraftPlanner._end_rest: self.account.end_rest(self._kind, self._num_rests) => ...
         what steps that rest took is not known
-            DraftPlanner.propose: self.account.enter_rest(self._kind, count, (started - began) / count) => ...
+            DraftPlanner.propose: self.account.enter_rest(self._kind, count, seconds) => ...
         a prompt counts as a step that rests
-            DraftPlanner.record: self._rest = None => ...
+            DraftPlanner.record: self._drop_rest() => ...
+        steps of a pipeline are as long as the time between two of them
+            DraftPlanner.propose: * self.limits.steps_at_once =>
+        requests of few tokens learn nothing
+            DraftPlanner._drop_rest: self.account.pass_by(self._kind, self._rest[1]) => ...
+        a failed step is part of a rest
+            DraftPlanner.start_over: self._drop_rest() => ...
         empty plans rest
             DraftPlanner.plan_next: self._num_rests += 1 => ...
         tokens of short prompts are no tokens of a step that decodes
@@ -415,6 +419,10 @@ _PLANTED = """
             DraftAccount.unsettle: steps.num_before = 0 => ...
         the first step behind a prompt counts against drafts
             _Steps.enter: not step.is_first => True
+        where all steps follow prompts drafts cost nothing
+            _Steps.enter: key not in self.others => False
+        what paid for no number of requests is tried as long for each
+            DraftAccount._start: steps.share < SHARE => False
         a pause of the machine counts in full
             _Steps.enter_together: min(max(seconds, self.plain / _MOST_TIMES), most) => seconds
         what drafts cost counts as saved

@@ -404,10 +404,42 @@ def test_the_first_step_behind_a_prompt_says_nothing_of_drafts() -> None:
     step = DoneStep(ONE, 1, ALIKE, has_drafts=True, seconds=1.2 * PLAIN, gained=0.5)
     run.account.enter(step)
     before = dict(run.account._steps[ONE].others)
+    assert before
     run.account.enter(step._replace(seconds=3 * PLAIN, is_first=True))
     assert run.account._steps[ONE].others == before
     run.account.enter(step._replace(seconds=3 * PLAIN))
     assert run.account._steps[ONE].others != before
+
+
+def test_where_all_steps_follow_prompts_drafts_are_not_taken_to_cost_nothing() -> None:
+    account = DraftAccount(one_graph=True)
+    step, num_drafted = DoneStep(ONE, 1, ALIKE, has_drafts=False, seconds=PLAIN, is_first=True), 0
+    for _ in range(1000):
+        account.unsettle()
+        if account.looks(ONE, goes_on=True):
+            account.enter(step._replace(has_drafts=True, seconds=3 * PLAIN, gained=0.3))
+            num_drafted += 1
+        elif count := account.rest(ONE):
+            account.end_rest(ONE, count - 1)
+            account.enter_rest(ONE, 1, PLAIN)
+        else:
+            account.enter(step)
+    assert 0 < num_drafted < 80
+
+
+def test_what_paid_for_no_number_of_requests_is_tried_less_for_the_next() -> None:
+    run = Run()
+    run.steps(1000, look=0.5 * PLAIN)
+    for size, samples, most in ((2, False, 2.0), (4, False, 2.0), (2, True, 8.0)):
+        other = Run(run.account, (size, samples))
+        other.steps(FIRST)
+        assert other.account._steps[size, samples].left == pytest.approx(min(MOST, most + FIRST * SHARE))
+        other.steps(200, look=0.5 * PLAIN)
+    paying = Run()
+    paying.steps(300, look=0.1 * PLAIN, gained=1.0)
+    other = Run(paying.account, (2, False))
+    other.steps(1)
+    assert other.account._steps[2, False].balance == MOST
 
 
 def test_what_plain_steps_took_at_the_start_is_soon_measured_again() -> None:

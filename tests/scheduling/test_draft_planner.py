@@ -262,6 +262,44 @@ def test_a_rest_that_others_have_ended_is_measured_as_far_as_it_went(takes_draft
     assert found == pytest.approx([1.0] * len(found))
 
 
+@pytest.mark.parametrize("count", [1, 4])
+def test_requests_of_few_tokens_that_leave_nothing_running_are_drafted_for(count: int) -> None:
+    """Four steps that decode, behind a prompt: none of them settles, so that nothing is measured."""
+    server = Server(Guesses(FakeDrafter(3, lambda: 3)), max_num_seqs=count)
+    num_steps = list[int]()
+    for _ in range(40):
+        before = server.num_steps
+        server.add(count, length=5)
+        server.serve()
+        num_steps.append(server.num_steps - before)
+    assert num_steps[0] == 5
+    assert num_steps[-1] == 2
+
+
+def test_of_a_pipeline_a_step_takes_longer_than_from_one_to_the_next() -> None:
+    server = Server(Looks(Server, 20.0), max_model_len=1500)
+    server.drafts.limits = dataclasses.replace(server.drafts.limits, steps_at_once=2)
+    found = rests_of(server)
+    server.add(length=1480)
+    while len(found) < 5:
+        server.step()
+    assert found == pytest.approx([2.0] * 5)
+
+
+def test_a_rest_in_which_a_step_fails_says_nothing() -> None:
+    server = Server(Looks(Server, 20.0), max_model_len=1500)
+    found = rests_of(server)
+    server.add(length=1480)
+    while len(found) < 3 or server.drafts._num_rests != 30:
+        server.step()
+    Server.now += 600.0
+    server.scheduler.fail_steps_in_flight("it broke")
+    for _ in range(2 * MOST_RESTED):
+        server.step()
+    assert len(found) > 3
+    assert found == pytest.approx([1.0] * len(found))
+
+
 @pytest.mark.parametrize("waits", [False, True])
 def test_plans_without_a_step_do_not_rest(waits: bool) -> None:
     """Where the host has to know each token, every second plan finds that all requests are in flight."""
