@@ -177,7 +177,7 @@ class _Steps:
         self.num_before = 0 if step.has_drafts or step.network else self.num_before + 1
         key = step.alike, step.has_drafts
         seconds, count = self.others.get(key, (self.plain, 1))
-        # A plain step would have taken longer in the place of the first one, too. But that may be the only one there is.
+        # In the place of the first one a plain step would have taken longer, too. But it may be the only one there is.
         if not step.is_first or key not in self.others:
             weight = max(_LEAST_WEIGHT, 1.0 / (count + 1))
             seconds += weight * (min(step.seconds, _MOST_TIMES * seconds) - seconds)

@@ -169,8 +169,7 @@ class DraftPlanner:
         if self._rest is not None:
             began, count = self._rest
             self._rest = None
-            # Of a pipeline, others are computed meanwhile.
-            seconds = (started - began) / count * self.limits.steps_at_once
+            seconds = (started - began) / count * self.limits.steps_at_once  # stages compute others meanwhile
             self.account.enter_rest(self._kind, count, seconds)
         if self._adapts and not self._choose():
             if self._keeps_waiting:

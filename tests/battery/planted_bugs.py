@@ -396,7 +396,7 @@ _PLANTED = """
         a prompt counts as a step that rests
             DraftPlanner.record: self._drop_rest() => ...
         steps of a pipeline are as long as the time between two of them
-            DraftPlanner.propose: * self.limits.steps_at_once =>
+            DraftPlanner.propose: (started - began) / count * self.limits.steps_at_once => (started - began) / count
         requests of few tokens learn nothing
             DraftPlanner._drop_rest: self.account.pass_by(self._kind, self._rest[1]) => ...
         a failed step is part of a rest
