@@ -65,8 +65,8 @@ class EngineConfig:
             "int8" for a GGUF file on a CPU, as llama.cpp does, unless the model is in float32, else "model".
         compress_weights: on a CPU: keep bfloat16 weights of linear layers in 12 bits, of which all 16 come back: a step
             reads a quarter less, and gives the same bits. None: on CPUs with AVX512-BF16 and without AMX, for models
-            with more than 64 MiB of linear layers and a hidden_size of at least 64 for each thread. True counts as None
-            of a draft model. See docs/quantization.md.
+            with more than 64 MiB of linear layers and a hidden_size of at least 64 for each thread; of Medusa heads
+            the model's layers count as well. True counts as None of a draft model. See docs/quantization.md.
         weights_path: on a CPU: a directory that keeps the weights of linear layers as the kernels read them, from which
             they are mapped: later starts neither read nor pack them, engines share one copy, and a model may be larger
             than the memory. None: they are packed at each start, into memory. See docs/offload.md.
