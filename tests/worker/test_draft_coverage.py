@@ -261,6 +261,23 @@ def test_steps_that_are_not_drafted_behind_need_not_be_entered() -> None:
     assert coverage.num_covered(name, int(rows[0]), 12, store) == 6
 
 
+def test_what_drafts_were_written_to_is_lacking_behind_a_gap() -> None:
+    """A step with drafts reaches into the next block, and all of them are wrong. Behind the next step nothing drafts."""
+    coverage, store, name = DraftCoverage(LIMITS, BLOCKS, HOST_BLOCKS), RequestRows(LIMITS, 100), RequestId("a")
+    admission = StartedRequest(name, SamplingParams(), 0, (), ())
+    first = step("a", 0, 6, drafts_next=True, admissions=(admission,), table_updates=((name, 0, (3, 5, 7)),))
+    assert not coverage.expect(first)
+    rows = store.update(first)
+    coverage.end_step(first, rows, np.array([True]), store)
+    second = step("a", 6, 5, drafts_next=True)
+    assert not coverage.expect(second)
+    coverage.end_step(second, store.update(second), np.array([True]), store)
+    third = step("a", 7, 1)
+    assert not coverage.expect(third)
+    coverage.end_step(third, store.update(third), np.array([False]), store)
+    assert [int(coverage._first_lacking[block]) for block in (3, 5, 7)] == [SIZE, 3, 0]
+
+
 def test_a_block_that_a_resting_step_gives_away_has_nothing_wherever_it_goes() -> None:
     coverage, store = DraftCoverage(LIMITS, BLOCKS, HOST_BLOCKS), RequestRows(LIMITS, 100)
     one, other = RequestId("a"), RequestId("b")
