@@ -262,7 +262,7 @@ def test_steps_that_are_not_drafted_behind_need_not_be_entered() -> None:
 
 
 def test_what_drafts_were_written_to_is_lacking_behind_a_gap() -> None:
-    """A step with drafts reaches into the next block, and all of them are wrong. Behind the next step nothing drafts."""
+    """A step with drafts reaches into the next block, and all are wrong. Behind the next step nothing drafts."""
     coverage, store, name = DraftCoverage(LIMITS, BLOCKS, HOST_BLOCKS), RequestRows(LIMITS, 100), RequestId("a")
     admission = StartedRequest(name, SamplingParams(), 0, (), ())
     first = step("a", 0, 6, drafts_next=True, admissions=(admission,), table_updates=((name, 0, (3, 5, 7)),))
