@@ -221,7 +221,7 @@ class DraftAccount:
         return not steps.due
 
     def rest(self, kind: Kind) -> int:
-        """How many plain steps of a kind are to follow unmeasured. What they enter is entered now."""
+        """How many plain steps of a kind are to rest now. What they enter is entered at once."""
         steps = self._steps.get(kind)
         if steps is None:
             return 0

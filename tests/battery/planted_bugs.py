@@ -142,6 +142,9 @@ TIERS = Checks(
     ("tests/scheduling/test_tiers.py", "tests/battery/test_schedules.py::test_random_schedules_with_tiers"),
     load_torch=False,
 )
+COMPRESSED_HEADS = Checks(
+    ("tests/e2e/test_compressed_weights.py::test_medusa_heads_are_compressed_beside_a_model_that_is",), load_torch=True
+)
 COMPRESSED = Checks(("tests/ops/linear/test_compressed_linear.py",), load_torch=True)
 WHOLE = Checks(("tests/e2e/test_lora_whole.py",), load_torch=True)
 SUSPECTS = Checks(
@@ -1094,6 +1097,9 @@ _PLANTED = """
         the embedding of another slot is read
             WholeMatrices.rows: self.weights.flatten(0, 1)[number * vocab_size + ids] =>
                 self.weights.flatten(0, 1)[ids]
+    worker.draft_network, COMPRESSED_HEADS
+        Medusa heads stay in 16 bits beside a model that is compressed
+            DraftPlan.of: 0 if cache_dtypes else bytes_of_layers(target, dtype) => 0
     ops.linear.compressed_linear, COMPRESSED
         a group that came in parts lacks the last ones
             Compressor._joined: missing[0] > 0 => missing[0] > 9

@@ -8,7 +8,8 @@ import torch
 
 from compiled_llm import CompiledEngine, EngineConfig, SamplingParams
 from compiled_llm.checkpoint import quantization
-from compiled_llm.checkpoint.quantization import plain_kind
+from compiled_llm.checkpoint.model_files import DEMO_MODEL
+from compiled_llm.checkpoint.quantization import bytes_of_layers, plain_kind
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.linears.compressed import Compressed, CompressedExperts
 from compiled_llm.models.linears.packed import Packed
@@ -56,6 +57,32 @@ def test_weights_of_caches_and_of_many_threads_are_left(monkeypatch: pytest.Monk
     assert kind(num_threads=5, compress_weights=True) is Compressed
     assert kind(num_threads=1, compress_weights=False) is Packed
     assert kind(torch.float32, num_threads=1) is Packed
+
+
+@pytest.mark.skipif(not SERVES, reason="for CPUs with AVX512-BF16 and without AMX")
+@pytest.mark.parametrize(("in_caches", "expected"), [(2**22, True), (2**30, False)])
+def test_medusa_heads_are_compressed_beside_a_model_that_is(
+    monkeypatch: pytest.MonkeyPatch, in_caches: int, expected: bool
+) -> None:
+    """Though they alone would stay in the processor's caches; and they draft, with the same tokens."""
+    monkeypatch.setattr(quantization, "IN_CACHES", in_caches)
+    heads = DEMO_MODEL.with_name("demo_drafters") / "medusa"
+    prompt = "def add(a, b):\n    return a + b\n\n\ndef add(a, b):\n"
+    found = []
+    for config in ({"method": "medusa", "model": str(heads), "adaptive": False}, None):
+        with CompiledEngine(
+            str(DEMO_MODEL), speculative_config=config, bucket_sizes=[1], max_model_len=128, num_kv_blocks=40,
+            num_threads=1, enforce_eager=True,
+        ) as engine:  # fmt: skip
+            drafting = engine.own_runner.steps.drafting
+            if drafting is not None:
+                blocks = [block for head in drafting.network.weights.layers for block in head]
+                assert bytes_of_layers(drafting.network.model_config, torch.bfloat16) < 2**22
+                assert [isinstance(block, Compressed) for block in blocks] == [expected] * len(blocks)
+            (output,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
+            found.append(output.outputs[0].token_ids)
+            assert (engine.stats().num_accepted_draft_tokens > 0) == (config is not None)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(("arguments", "given"), [({"dtype": "float32"}, "float32 on cpu")])
