@@ -4,7 +4,7 @@ On a CPU it ends with a step's own requests and tokens; on a GPU padding follows
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,27 @@ from compiled_llm.worker.field_buffers import Arrays, FieldBuffers, Fields
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sized_inputs import SizedInputs
 from compiled_llm.worker.step_buffers import StepSizes, mark_sizes
+
+
+class _Held(NamedTuple):
+    """What a host buffer has of the step before, and need not be written again.
+
+    Attributes:
+        rows, places: as ``fill`` was given them.
+        counts: of the step's tokens and samples, and ``has_all``.
+        indices: [N, K + 1], where ``token_ids`` lie in the step.
+        computed: [N] int32, of a request's tokens in the step those before the first that it samples behind, and one.
+        num_changes: of block tables.
+        width: entries of each table.
+    """
+
+    rows: np.ndarray
+    places: np.ndarray
+    counts: tuple[tuple[int, ...], tuple[int, ...], bool]
+    indices: np.ndarray
+    computed: np.ndarray
+    num_changes: int
+    width: int
 
 
 class DraftBuffers:
@@ -80,6 +101,7 @@ class DraftBuffers:
         sizes = num_requests, num_requests * num_rows
         self._inputs = SizedInputs(views, self._input_of, sizes, {"row_numbers": 1})
         self.whole = self._inputs.whole
+        self._held: dict[int, _Held] = {}  # by the id of a host buffer's arrays
         for arrays in self.buffers.all_arrays():
             self._pad(arrays, 0)
             if num_rows:
@@ -105,41 +127,74 @@ class DraftBuffers:
 
         ``has_all``: see ``StepOutputs``.
         """
-        arrays, n, size = self.buffers.next_arrays(), len(places), self._limits.block_size
+        arrays, n = self.buffers.next_arrays(), len(places)
+        held = self._held.pop(id(arrays), None)
+        if held is not None and (held.rows is not rows or not np.array_equal(held.places, places)):
+            held = None
+        own = rows[places]
+        if held is None:
+            for field in SAMPLING:
+                arrays[field.name][:n] = store.parameters[field.name][own]
+            if self._padding_row is not None:
+                arrays["table_rows"][:n] = own
+            if self._pads:
+                self._pad(arrays, n)
+        counts = output.num_scheduled_tokens, output.num_samples, has_all
+        if held is None or held.counts != counts:
+            indices, computed = self._fill_counts(arrays, places, output, has_all=has_all)
+        else:
+            indices, computed = held.indices, held.computed
+        arrays["token_ids"][:n] = np.array(output.token_ids, dtype=np.int32)[indices]
+        if self._limits.has_draft_trees:
+            self._fill_trees(arrays, places, output)
+        positions = np.array(output.num_computed_tokens, dtype=np.int32)[places] + computed
+        arrays["position"][:n] = positions
+        # As far as drafts may come; what is behind a request's own blocks is read, and never used.
+        width = int(positions.max() + 2 * self._num_tokens) // self._limits.block_size + 1
+        if held is None or held.num_changes != store.num_changes or held.width < width:
+            width = self._fill_tables(arrays, own, store, width)
+        else:
+            width = held.width
+        self._held[id(arrays)] = _Held(rows, places, counts, indices, computed, store.num_changes, width)
+        self.buffers.copy()
+        return self.whole if self._pads else self._inputs.first(n, n * self._num_rows)
+
+    def _fill_counts(
+        self, arrays: Arrays, places: np.ndarray, output: SchedulerOutput, *, has_all: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What follows from how many tokens a step has of each request. Returns ``indices`` and ``computed``."""
+        n = len(places)
         samples = np.array(output.num_samples, dtype=np.int32)
         counts = np.array(output.num_scheduled_tokens, dtype=np.int32)
-        own, samples_of = rows[places], samples[places]
-        logits_rows = np.maximum(samples, 1)
+        samples_of, logits_rows = samples[places], np.maximum(samples, 1)
         arrays["first_row"][:n] = (logits_rows.cumsum() - logits_rows)[places]
         arrays["num_samples"][:n] = samples_of
         ends = counts.cumsum()[places]
         arrays["token_row"][:n] = ends - samples_of if has_all else arrays["first_row"][:n]
         indices = np.minimum((ends - samples_of)[:, None] + np.arange(self._num_tokens + 1), (ends - 1)[:, None])
-        arrays["token_ids"][:n] = np.array(output.token_ids, dtype=np.int32)[indices]
-        if self._limits.has_draft_trees:
-            arrays["parents"][:n] = np.maximum(np.arange(self._num_tokens + 1) - 1, 0)
-            trees = dict(output.trees)
-            for row, place in enumerate(places.tolist()):
-                if place in trees:
-                    arrays["parents"][row, 1 : 1 + len(trees[place])] = trees[place]
-        starts = np.array(output.num_computed_tokens, dtype=np.int32)[places]
-        arrays["position"][:n] = positions = starts + counts[places] - samples_of + 1
-        num_blocks = store.num_blocks[own]
-        arrays["end"][:n] = np.minimum(num_blocks * size, self._limits.max_model_len)
+        return indices, counts[places] - samples_of + 1
+
+    def _fill_trees(self, arrays: Arrays, places: np.ndarray, output: SchedulerOutput) -> None:
+        arrays["parents"][: len(places)] = np.maximum(np.arange(self._num_tokens + 1) - 1, 0)
+        trees = dict(output.trees)
+        for row, place in enumerate(places.tolist()):
+            if place in trees:
+                arrays["parents"][row, 1 : 1 + len(trees[place])] = trees[place]
+
+    def _fill_tables(self, arrays: Arrays, own: np.ndarray, store: RequestRows, width: int) -> int:
+        """The block tables of the requests in the rows ``own``, as far as these have blocks, and ``width`` at least.
+
+        Returns how many entries of each it has written.
+        """
+        n, num_blocks = len(own), store.num_blocks[own]
+        arrays["end"][:n] = np.minimum(num_blocks * self._limits.block_size, self._limits.max_model_len)
+        width = max(width, int(num_blocks.max()))
         if self._padding_row is None:
-            # As far as drafts may come; what is behind a request's own blocks is read, and never used.
-            width = min(self._limits.blocks_per_request, int(positions.max() + 2 * self._num_tokens) // size + 1)
-            is_own = np.arange(width) < num_blocks[:, None]
+            is_own = np.arange(min(width, self._limits.blocks_per_request)) < num_blocks[:, None]
             for name, known in zip(self._tables, store.tables, strict=False):
-                arrays[name][:n, :width] = np.where(is_own, known[own, :width], SINK_BLOCK)
-        else:
-            arrays["table_rows"][:n] = own
-        for field in SAMPLING:
-            arrays[field.name][:n] = store.parameters[field.name][own]
-        if self._pads:
-            self._pad(arrays, n)
-        self.buffers.copy()
-        return self.whole if self._pads else self._inputs.first(n, n * self._num_rows)
+                entries = known[own, : is_own.shape[1]]
+                arrays[name][:n, : is_own.shape[1]] = np.where(is_own, entries, SINK_BLOCK)
+        return width
 
     def _pad(self, arrays: Arrays, n: int) -> None:
         """Make everything after the first ``n`` requests padding."""

@@ -618,9 +618,18 @@ _PLANTED = """
             NetworkStage._catch_up: np.flatnonzero(~found).tolist() => ()
     worker.draft_buffers, NETWORKS
         drafts go on behind the last block of a request
-            DraftBuffers.fill: np.minimum(num_blocks * size, self._limits.max_model_len) => self._limits.max_model_len
+            DraftBuffers._fill_tables: np.minimum(num_blocks * self._limits.block_size, self._limits.max_model_len)
+                => self._limits.max_model_len
         drafts have the rows of the requests before
-            DraftBuffers.fill: (logits_rows.cumsum() - logits_rows)[places] => places
+            DraftBuffers._fill_counts: (logits_rows.cumsum() - logits_rows)[places] => places
+        drafts are behind the tokens of the step before
+            DraftBuffers.fill: held is None or held.counts != counts => held is None
+        a draft's keys are written to blocks that the request had before
+            DraftBuffers.fill: held is None or held.num_changes != store.num_changes or held.width < width
+                => held is None
+        drafts are sampled with the parameters of requests that ended
+            DraftBuffers.fill: held.rows is not rows or not np.array_equal(held.places, places)
+                => len(held.rows) != len(rows) or not np.array_equal(held.places, places)
     scheduling.running_set, DRAFTS
         drafts of a preempted request count as computed
             RunningSet.preempt: request.cancel_drafts() =>

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from compiled_llm import SamplingParams
@@ -77,6 +78,57 @@ def test_where_a_step_keeps_rows_of_logits_alone_the_hidden_states_lie_at_these(
         token_row = buffers.fill(places, step, rows, store, has_all=has_all).token_row
         assert token_row is not None
         assert token_row.tolist() == expected
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_left_of_the_step_before_is_what_a_new_buffer_would_have(seed: int) -> None:
+    random, size = np.random.default_rng(seed), LIMITS.block_size
+    used = DraftBuffers(4, 2, LIMITS, CPU, None, 1, 3)
+    store = RequestRows(LIMITS, vocab_size=100, num_windows=1)
+    computed, names, released = dict[str, int](), iter(range(1000)), list[str]()
+    num_same, last = 0, None
+    for _ in range(300):
+        if computed and random.random() < 0.05:
+            computed.pop(name := str(random.choice(sorted(computed))))
+            released.append(name)
+        chosen = [name for name in sorted(computed) if random.random() < 0.95]
+        if len(computed) < 3 and (not chosen or random.random() < 0.1):
+            chosen.append(f"{next(names)}")
+        items, trees = list[Item](), list[tuple[int, tuple[int, ...]]]()
+        for place, name in enumerate(chosen):
+            is_new = name not in computed
+            start = computed.setdefault(name, 0)
+            samples = int(random.choice((0, 1, 2, 2, 3)))
+            count = samples if samples and not is_new else int(random.integers(max(samples, 1), 4))
+            had, needed = (-(-(start + more) // size) for more in (0, count))
+            blocks = random.integers(1, 50, needed - had).tolist()
+            params = SamplingParams(temperature=float(random.random()), top_k=int(random.integers(1, 9)))
+            tokens = random.integers(0, 100, count).tolist()
+            items.append(Item(name, tokens, start, blocks, params if is_new else None, 7, had, samples=samples))
+            if samples == 3 and random.random() < 0.5:
+                trees.append((place, (0, 0)))
+            computed[name] += int(random.integers(1, count + 1))
+        step = step_of(*items, released=tuple(released))._replace(trees=tuple(trees))
+        step = step._replace(windows=(WindowOutput(table_updates=step.table_updates),))
+        rows = store.update(step)
+        released.clear()
+        if rows is last:
+            num_same += 1
+        last = rows
+        places = np.flatnonzero(step.num_samples)
+        if len(places) and random.random() < 0.2:
+            places = places[:-1]
+        if len(places):
+            given = [
+                each.fill(places, step, rows, store) for each in (used, DraftBuffers(4, 2, LIMITS, CPU, None, 1, 3))
+            ]
+            most = int(store.num_blocks[rows[places]].max())
+            for own, expected in zip(*(tensors(known_blocks(one, most)) for one in given), strict=True):
+                assert torch.equal(own, expected)
+        for name in [name for name, end in computed.items() if end > LIMITS.max_model_len - 3]:
+            released.append(name)
+            del computed[name]
+    assert num_same > 50, "steps of the same requests"
 
 
 def test_the_input_ends_with_the_tokens_that_a_network_lacks() -> None:
