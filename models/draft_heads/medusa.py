@@ -16,6 +16,7 @@ from compiled_llm.models.layers.residual import Norm, Residual
 from compiled_llm.models.linears.fused import activated_linear
 from compiled_llm.models.linears.protocol import Linear, StoredLinear
 from compiled_llm.models.weights import Source
+from compiled_llm.ops import scaled_sum
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class Weights(NamedTuple):
     layers: tuple[tuple[Linear, ...], ...]  # of each head its blocks, [D, D]
     heads: tuple[Linear, ...]  # [draft_vocab_size, D] each; one: all have it; none: ``head``
     token_ids: Tensor | None  # [draft_vocab_size] int64, of their outputs; None: those of the model
+    one: Tensor  # [1] float32
     head: Linear | None = None  # [V, D], the model's own
     final_norm: Norm | None = None  # the model's own
     ropes: tuple[Tensor, ...] = ()
@@ -58,6 +60,7 @@ def take(config: MedusaConfig, source: Source) -> Weights:
         tuple(tuple(source.linear(StoredLinear(x, d, d, config.bias)) for x in names) for names in config.block_names),
         tuple(source.linear(StoredLinear(name, size, d, role="head")) for name in config.head_names),
         token_ids,
+        source.constant(1),
     )
 
 
@@ -78,7 +81,7 @@ def features(weights: Weights, hidden: Tensor, config: MedusaConfig) -> Tensor:
 
 def logits_of(weights: Weights, count: int, x: Tensor, config: MedusaConfig) -> list[Tensor]:
     """Logits ``[R, V]`` of each of the first ``count`` heads; of tokens that they cannot draft, minus infinity."""
-    rows = [_behind_blocks(weights.layers[number], x) for number in range(count)]
+    rows = [_behind_blocks(weights.layers[number], x, weights.one) for number in range(count)]
     if len(weights.heads) > 1:
         found = [head.apply(own) for head, own in zip(weights.heads, rows, strict=False)]
     else:  # one matrix for all, which is read once
@@ -92,9 +95,11 @@ def logits_of(weights: Weights, count: int, x: Tensor, config: MedusaConfig) -> 
     return [every.index_copy(1, weights.token_ids, logits) for logits in found]
 
 
-def _behind_blocks(blocks: tuple[Linear, ...], x: Tensor) -> Tensor:
+def _behind_blocks(blocks: tuple[Linear, ...], x: Tensor, one: Tensor) -> Tensor:
     for block in blocks:
-        x = x + activated_linear(x, block, "silu", gated=False)
+        y = activated_linear(x, block, "silu", gated=False)
+        # On a CPU an op: so products, activations and sums of all blocks are one native program.
+        x = x + y if x.is_cuda else scaled_sum(x, y, one)
     return x
 
 

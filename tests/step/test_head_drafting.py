@@ -44,7 +44,7 @@ def test_medusa_heads_read_the_row_of_the_last_right_token() -> None:
         int32(*logits_rows), int32(3, 3, 3, 0), token_ids, int32(9, 9, 9, 0), int32(20, 20, 20, 0),
         torch.zeros(4, 8, dtype=torch.int32), None, greedy(4), int32(*token_rows),
     )  # fmt: skip
-    weights = Weights(None, ((), ()), (), None, head=Dense(torch.eye(SIZE)))
+    weights = Weights(None, ((), ()), (), None, torch.ones(1), head=Dense(torch.eye(SIZE)))
     drafts = torch.full((5, NUM_DRAFTS), 99)
     draft_medusa_function(medusa_config(), 8, SIZE)(weights, known, torch.eye(SIZE)[:11], last_tokens, drafts)
     assert drafts.tolist() == [[0, 0], [4, 4], [10, 10], [NO_DRAFT] * 2, [99, 99]]
@@ -69,7 +69,7 @@ def test_a_matrix_that_heads_share_is_read_once(num_own: int, has_map: bool, mon
     blocks, matrices = (torch.randn(2, SIZE, SIZE, generator=generator) for _ in range(2))
     token_ids = torch.randperm(2 * SIZE, generator=generator)[:SIZE] if has_map else None
     heads = tuple(Counted(matrices[number]) for number in range(num_own))
-    weights = Weights(None, tuple((Dense(one),) for one in blocks), heads, token_ids, head=Counted(matrices[0]))
+    weights = Weights(None, tuple((Dense(one),) for one in blocks), heads, token_ids, torch.ones(1), head=Counted(matrices[0]))
     config = dataclasses.replace(medusa_config(), vocab_size=(1 + has_map) * SIZE)
     x = torch.randn(3, SIZE, generator=generator)
     found = logits_of(weights, 2, x, config)
