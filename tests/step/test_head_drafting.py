@@ -69,7 +69,9 @@ def test_a_matrix_that_heads_share_is_read_once(num_own: int, has_map: bool, mon
     blocks, matrices = (torch.randn(2, SIZE, SIZE, generator=generator) for _ in range(2))
     token_ids = torch.randperm(2 * SIZE, generator=generator)[:SIZE] if has_map else None
     heads = tuple(Counted(matrices[number]) for number in range(num_own))
-    weights = Weights(None, tuple((Dense(one),) for one in blocks), heads, token_ids, torch.ones(1), head=Counted(matrices[0]))
+    weights = Weights(
+        None, tuple((Dense(one),) for one in blocks), heads, token_ids, torch.ones(1), head=Counted(matrices[0])
+    )
     config = dataclasses.replace(medusa_config(), vocab_size=(1 + has_map) * SIZE)
     x = torch.randn(3, SIZE, generator=generator)
     found = logits_of(weights, 2, x, config)
