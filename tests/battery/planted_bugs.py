@@ -190,6 +190,7 @@ TREES = Checks(("tests/scheduling/test_draft_trees.py", "tests/e2e/test_draft_tr
 NETWORK_TREES = Checks(("tests/worker/test_draft_trees.py", "tests/e2e/test_network_trees.py"), load_torch=True)
 LATENT_TREES = Checks(("tests/ops/attention/test_latent_trees.py",), load_torch=True)
 MOVED_KEYS = Checks(("tests/ops/attention/test_move_keys.py",), load_torch=True)
+DRAFT_BUFFERS = Checks(("tests/worker/test_draft_buffers.py", "tests/e2e/test_draft_model.py"), load_torch=True)
 NETWORKS = Checks(
     ("tests/worker/test_draft_coverage.py", "tests/scheduling/test_worker_drafts.py", "tests/e2e/test_draft_model.py"),
     load_torch=True,
@@ -616,7 +617,7 @@ _PLANTED = """
     worker.draft_stage, NETWORKS
         prompts are not computed by the drafter
             NetworkStage._catch_up: np.flatnonzero(~found).tolist() => ()
-    worker.draft_buffers, NETWORKS
+    worker.draft_buffers, DRAFT_BUFFERS
         drafts go on behind the last block of a request
             DraftBuffers._fill_tables: np.minimum(num_blocks * self._limits.block_size, self._limits.max_model_len)
                 => self._limits.max_model_len
