@@ -1,16 +1,17 @@
-"""Train heads that draft for the bundled demo model from its hidden states: an EAGLE-3 head, or Medusa heads.
+"""Train what drafts for the bundled demo model from its hidden states: an EAGLE-3 head, Medusa heads, or an MTP layer.
 
     python scripts/write_own_texts.py texts.npz
     python scripts/train_heads.py eagle3 --texts texts.npz      # into compiled_llm/demo_drafters/eagle3
     python scripts/train_heads.py medusa --texts texts.npz
+    python scripts/train_heads.py mtp --texts texts.npz --output demo-mtp --minutes 24
 
 The EAGLE-3 head reads the text that the demo model has learned from, and what that has written itself, and learns what
 it thinks of the tokens that follow: the loss is the cross-entropy with its distributions. It learns from its own
-outputs, too, as it will draft from them ("training-time test", Li et al., 2025, arXiv:2503.01840). Medusa heads learn
-what the model wrote, see `medusa_heads.py`; for those that ship it wrote with `--num-texts 40960 --edits 0.8` and
-`--greedy 0.6`. Both use the embedding and the head of the demo model, which are not in their files. Afterwards it is
-measured on files that neither has seen how often each draft is the demo model's likeliest token, where the text before
-it is given. `training.json` keeps the record.
+outputs, too, as it will draft from them ("training-time test", Li et al., 2025, arXiv:2503.01840). So does the layer
+for multi-token prediction, which is written with the whole model, see `mtp_layer.py`. Medusa heads learn what the model
+wrote, see `medusa_heads.py`; for those that ship it wrote with `--num-texts 40960 --edits 0.8` and `--greedy 0.6`. All
+use the embedding and the head of the demo model. Afterwards it is measured on files that neither has seen how often
+each draft is the demo model's likeliest token, where the text before it is given. `training.json` keeps the record.
 """
 
 import argparse
@@ -22,15 +23,17 @@ from typing import Any
 
 import own_checkout
 import medusa_heads
+import mtp_layer
 import torch
 import torch.nn.functional as F
 import train_demo_model as demo
 import train_draft_model as draft_model
+from draft_attention import attended, of_row_before
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM
 
-NUM_HEADS = medusa_heads.NUM_HEADS  # and drafts that an EAGLE-3 head learns to make one after another
+NUM_HEADS = medusa_heads.NUM_HEADS  # and drafts that the others learn to make one after another
 _DECAY = 0.8  # what the next draft counts, as a share of the one before
 
 
@@ -99,47 +102,20 @@ class Eagle3(nn.Module):
         for _ in range(NUM_HEADS):
             out = self._rows(features, embedded, seen)
             found.append(F.linear(self.norm(out), teacher.lm_head.weight))
-            features = F.pad(out, (0, 0, 1, 0))[:, :-1]  # of the row before
+            features = of_row_before(out)
         return found
 
     def _rows(self, features: Tensor, embedded: Tensor, seen: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Outputs of rows. Those of pass j see keys of pass 0 up to j rows before, then one of each pass after it."""
-        w, (n, k, h), (batch, count, _) = self.layers["0"], self.sizes, features.shape
+        w, h = self.layers["0"], self.sizes[-1]
         both = torch.cat((embedded, w["hidden_norm"](features)), -1)
-        q, keys, values = (
-            w["self_attn"][f"{name}_proj"](both).view(batch, count, -1, h).transpose(1, 2) for name in "qkv"
-        )
-        q, keys = self._turned(q), self._turned(keys)
-        seen.append((keys.repeat_interleave(n // k, 1), values.repeat_interleave(n // k, 1)))
-        j = len(seen) - 1
-        first_keys, first_values = seen[0]
-        mask = torch.ones(count, count, dtype=torch.bool).tril(-j)
-        scores = [(q @ first_keys.transpose(-1, -2)).masked_fill(~mask, -torch.inf)]
-        later = [_moved(pair, j - number) for number, pair in enumerate(seen[1:], 1)]
-        scores += [(q * own_keys).sum(-1, keepdim=True) for own_keys, _ in later]
-        shares = (torch.cat(scores, -1) * h**-0.5).softmax(-1)
-        seen_values = shares[..., :count] @ first_values
-        for place, (_, own_values) in enumerate(later):
-            seen_values = seen_values + shares[..., count + place, None] * own_values
-        x = features + w["self_attn"]["o_proj"](seen_values.transpose(1, 2).flatten(2))
+        heads = (w["self_attn"][f"{name}_proj"](both).unflatten(-1, (-1, h)).transpose(1, 2) for name in "qkv")
+        q, keys, values = heads
+        x = features + w["self_attn"]["o_proj"](attended(q, keys, values, self.theta, seen))
         y = w["post_attention_layernorm"](x)
         return x + w["mlp"]["down_proj"](F.silu(w["mlp"]["gate_proj"](y)) * w["mlp"]["up_proj"](y))
 
-    def _turned(self, x: Tensor) -> Tensor:
-        count, h = x.shape[-2:]
-        angles = torch.arange(count)[:, None] * self.theta ** (-torch.arange(0, h, 2) / h)
-        first, second = x.chunk(2, -1)
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
-
-def _moved(pair: tuple[Tensor, Tensor], by: int) -> tuple[Tensor, Tensor]:
-    """Keys and values ``[B, N, T, H]``, each of ``by`` rows before."""
-    keys, values = (F.pad(x, (0, 0, by, 0))[:, :, : x.shape[2]] for x in pair)
-    return keys, values
-
-
-HEADS = {"eagle3": Eagle3, "medusa": medusa_heads.Medusa}
+HEADS = {"eagle3": Eagle3, "medusa": medusa_heads.Medusa, "mtp": mtp_layer.Mtp}
 
 
 def _linear(in_features: int, out_features: int) -> nn.Linear:
@@ -154,8 +130,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.set_defaults(learning_rate=None)
     args = parser.parse_args(argv)
     if args.learning_rate is None:
-        args.learning_rate = {"eagle3": 0.01, "medusa": medusa_heads.LEARNING_RATE}[args.method]
-    args.output = args.output or demo.DEFAULT_OUTPUT.parent / "demo_drafters" / args.method
+        args.learning_rate = medusa_heads.LEARNING_RATE if args.method == "medusa" else 0.01
+    if args.output is None:
+        if args.method == "mtp":
+            parser.error("--output must be given with mtp, which writes a whole checkpoint")
+        args.output = demo.DEFAULT_OUTPUT.parent / "demo_drafters" / args.method
     start = args.start is None or args.start.is_dir(), "a folder with heads"
     draft_model.check(parser, args, {"start": start})
     return args
@@ -184,6 +163,12 @@ def distance(student: Any, teacher: Qwen3ForCausalLM, input_ids: Tensor) -> Tens
     """Cross-entropy of all drafts with the teacher's distributions, in nats, the first counting most."""
     logits, hidden = taught(teacher, input_ids)
     return _distance(student, teacher, input_ids, logits.softmax(-1), hidden)
+
+
+def distance_in_bfloat16(student: Any, teacher: Qwen3ForCausalLM, input_ids: Tensor) -> Tensor:
+    """The same, with products in bfloat16: three times as fast where the processor has these."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return distance(student, teacher, input_ids)
 
 
 @torch.compile(dynamic=False)
@@ -216,13 +201,18 @@ def agreement(student: Any, teacher: Qwen3ForCausalLM, windows: Tensor) -> dict[
     return {name: [round(float(x / total), 4) for x in sums] for name, sums in zip(names, (same, shared), strict=True)}
 
 
+def write_heads(student: Any, teacher: Qwen3ForCausalLM, tensors: dict[str, Tensor], output: Path) -> None:
+    """Heads in a checkpoint of their own."""
+    save_file(tensors, output / "model.safetensors", metadata={"format": "pt"})
+    (output / "config.json").write_text(json.dumps(student.config(teacher, NUM_HEADS), indent=1) + "\n")
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
 
     def save(student: Any, teacher: Qwen3ForCausalLM) -> Any:
         rounded = {name: value.to(torch.bfloat16).contiguous() for name, value in student.state_dict().items()}
-        save_file(rounded, args.output / "model.safetensors", metadata={"format": "pt"})
-        (args.output / "config.json").write_text(json.dumps(student.config(teacher, NUM_HEADS), indent=1) + "\n")
+        (mtp_layer.write if args.method == "mtp" else write_heads)(student, teacher, rounded, args.output)
         student.load_state_dict({name: value.float() for name, value in rounded.items()})
         return student
 
@@ -232,7 +222,11 @@ def main(argv: list[str] | None = None) -> None:
             student.go_on_from(args.start)
         return student
 
-    train = {"eagle3": functools.partial(draft_model.train, distance=distance), "medusa": medusa_heads.train}
+    train = {
+        "eagle3": functools.partial(draft_model.train, distance=distance),
+        "medusa": medusa_heads.train,
+        "mtp": functools.partial(draft_model.train, distance=distance_in_bfloat16),
+    }
     command = ["scripts/train_heads.py", *(sys.argv[1:] if argv is None else argv)]
     draft_model.distil(args, command, demo.DEFAULT_OUTPUT, build, train[args.method], save, agreement)
 

@@ -11,7 +11,8 @@ costs, which a small model does not show. A widened model has both, and nothing 
   many of these behind each, so that a drafter of the first layers gains nothing by it.
 
 Vocabulary, head and tokenizer are the small model's. In float32 all logits agree but for rounding. Heads that draft
-from the model's hidden states are widened with it; a draft model stays as it is.
+from the model's hidden states are widened with it, and so is a layer for multi-token prediction in its checkpoint
+(of GLM-4.5's architecture, `scripts/mtp_layer.py`); a draft model stays as it is.
 """
 
 import json
@@ -43,9 +44,12 @@ class Widening:
     """
 
     def __init__(self, small: Mapping[str, Any], large: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16) -> None:
-        kinds = {config["model_type"] for config in (small, large)}
-        if kinds != {"qwen3"}:
-            raise ValueError(f"--widen is for a --model and a shape of Qwen3 (dense), given {', '.join(sorted(kinds))}")
+        kinds = [config["model_type"] for config in (small, large)]
+        if not (kinds[0] == "qwen3" or _computes_qwen3(small)) or kinds[1] != "qwen3":
+            raise ValueError(
+                "--widen is for a --model of Qwen3 (dense), or of GLM-4.5's architecture that computes the same, and a "
+                f"shape of Qwen3, given {' and '.join(kinds)}"
+            )
         for name in (*_MULTIPLES, *_LEAST):
             if large[name] < small[name] or (name in _MULTIPLES and large[name] % small[name]):
                 rule = "a multiple of" if name in _MULTIPLES else "at least"
@@ -74,8 +78,13 @@ class Widening:
             layer = _part(weights, f"model.layers.{own}.")
             found = self._layer(self._unheard(layer) if other else layer)
             widened |= {f"model.layers.{number}.{name}": weight for name, weight in found.items()}
-        types = {"layer_types": ["full_attention"] * self.sizes["num_hidden_layers"]}
-        self._write(source, target, {**self._small, **self.sizes, **types}, widened)
+        num_layers = self.sizes["num_hidden_layers"]
+        fields: dict[str, Any] = {"layer_types": ["full_attention"] * num_layers}
+        if self._small["model_type"] == "glm4_moe":
+            fields = {"first_k_dense_replace": num_layers + 1}
+            guessing = _part(weights, f"model.layers.{self._small['num_hidden_layers']}.")
+            widened |= {f"model.layers.{num_layers}.{name}": w for name, w in self._mtp(guessing).items()}
+        self._write(source, target, {**self._small, **self.sizes, **fields}, widened)
 
     def head(self, source: Path, target: Path) -> None:
         """Writes an EAGLE-3 head (of ``speculators``' layout) or Medusa heads (vLLM's) for the widened model."""
@@ -89,6 +98,21 @@ class Widening:
             raise ValueError(
                 f"--widen: {source} is neither an EAGLE-3 head in the layout of speculators nor Medusa heads"
             )
+
+    def _mtp(self, layer: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The layer that guesses the token after the next, if the checkpoint has it."""
+        if not layer:
+            return {}
+        own = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
+        widened = self._layer({name: weight for name, weight in layer.items() if name not in own})
+        embedding_norm, feature_norm, projection = (layer[name] for name in own)
+        made = (
+            self._norm(embedding_norm),
+            # Of a feature the other copies are zeros: the model's last norm, or the layer's, has kept them out.
+            self._norm(feature_norm.float() / math.sqrt(self._copies)),
+            self._reads(projection, len(projection)).repeat(self._copies, 1),
+        )
+        return widened | dict(zip(own, made, strict=True))
 
     def _eagle3(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         layer = _part(weights, "layers.0.")
@@ -187,6 +211,17 @@ class Widening:
         (target / "config.json").write_text(json.dumps({**config, "dtype": named}, indent=1))
         made = {name: weight.to(self._dtype).contiguous() for name, weight in weights.items()}
         save_file(made, target / "model.safetensors", {"format": "pt"})
+
+
+def _computes_qwen3(config: Mapping[str, Any]) -> bool:
+    """Whether it is a config of GLM-4.5's architecture without experts, whose layers are Qwen3's."""
+    return (
+        config["model_type"] == "glm4_moe"
+        and config["first_k_dense_replace"] > config["num_hidden_layers"]
+        and config["use_qk_norm"]
+        and not config["attention_bias"]
+        and config["rope_parameters"]["partial_rotary_factor"] == 1
+    )
 
 
 def _part(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.bench.speculation import edit_prompts
 from compiled_llm.bench.widening import Widening
 from compiled_llm.checkpoint.shapes import SHAPES
+from tests import demo_mtp
 
 ROOT = Path(__file__).parents[2] / "compiled_llm"
 MODEL, DRAFTERS = ROOT / "demo_model", ROOT / "demo_drafters"
@@ -65,6 +66,28 @@ def test_heads_draft_what_they_draft_for_the_small_model(
     ]
     assert counts[0].num_accepted_by_position == counts[1].num_accepted_by_position
     assert counts[0].num_accepted_draft_tokens > 0
+
+
+def test_a_layer_for_multi_token_prediction_drafts_what_it_drafts_in_the_small_model(tmp_path: Path) -> None:
+    with demo_mtp.scripts() as (mtp_layer, _):
+        demo_mtp.drawn(mtp_layer, tmp_path / "small")
+    widening = Widening(json.loads((tmp_path / "small" / "config.json").read_text()), LARGE, torch.float32)
+    widening.model(tmp_path / "small", tmp_path / "large")
+    small, large = (demo_mtp.served(tmp_path / one, demo_mtp.DRAFTING, dtype="float32") for one in ("small", "large"))
+    assert large == small
+    assert len({one.drafts for one in small[1]}) > 8
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"first_k_dense_replace": 4}, {"use_qk_norm": False}, {"rope_parameters": {"partial_rotary_factor": 0.5}}],
+)
+def test_glm_that_computes_anything_else_than_qwen3_is_refused(changes: dict[str, Any]) -> None:
+    glm = {"model_type": "glm4_moe", "first_k_dense_replace": 5, "use_qk_norm": True, "attention_bias": False}
+    config = SMALL | glm | {"rope_parameters": {"partial_rotary_factor": 1.0}}
+    assert Widening(config, LARGE)
+    with pytest.raises(ValueError, match="that computes the same"):
+        Widening(config | changes, LARGE)
 
 
 @pytest.mark.parametrize(
