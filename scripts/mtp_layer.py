@@ -73,6 +73,12 @@ class Mtp(nn.Module):
         return self.shared_head["norm"](x + self.mlp(self.post_attention_layernorm(x)))
 
 
+def is_checkpoint(directory: Path) -> bool:
+    """Whether ``write`` has written this folder."""
+    config = directory / "config.json"
+    return config.is_file() and "num_nextn_predict_layers" in json.loads(config.read_text())
+
+
 def write(student: Mtp, teacher: Qwen3ForCausalLM, tensors: dict[str, Tensor], output: Path) -> None:
     """The whole checkpoint: the demo model's files with ``tensors`` of the layer, in its architecture's words."""
     source, number = demo.DEFAULT_OUTPUT, teacher.config.num_hidden_layers

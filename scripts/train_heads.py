@@ -3,7 +3,7 @@
     python scripts/write_own_texts.py texts.npz
     python scripts/train_heads.py eagle3 --texts texts.npz      # into compiled_llm/demo_drafters/eagle3
     python scripts/train_heads.py medusa --texts texts.npz
-    python scripts/train_heads.py mtp --texts texts.npz --output demo-mtp --minutes 24
+    python scripts/train_heads.py mtp --texts texts.npz --output demo-mtp --minutes 25 --context-length 256
 
 The EAGLE-3 head reads the text that the demo model has learned from, and what that has written itself, and learns what
 it thinks of the tokens that follow: the loss is the cross-entropy with its distributions. It learns from its own
@@ -125,8 +125,10 @@ def _linear(in_features: int, out_features: int) -> nn.Linear:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = draft_model.parser_of(__doc__, minutes=5.0, context_length=128)
     parser.add_argument("method", choices=list(HEADS))
-    parser.add_argument("--output", type=Path, help="folder to write (default: that of the bundled one)")
-    parser.add_argument("--start", type=Path, help="folder of heads to go on from (default: new ones)")
+    parser.add_argument("--output", type=Path, help="folder to write (default, not for mtp: that of the bundled one)")
+    parser.add_argument(
+        "--start", type=Path, help="folder of heads, or checkpoint of mtp, to go on from (default: new ones)"
+    )
     parser.set_defaults(learning_rate=None)
     args = parser.parse_args(argv)
     if args.learning_rate is None:
@@ -135,8 +137,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         if args.method == "mtp":
             parser.error("--output must be given with mtp, which writes a whole checkpoint")
         args.output = demo.DEFAULT_OUTPUT.parent / "demo_drafters" / args.method
-    start = args.start is None or args.start.is_dir(), "a folder with heads"
-    draft_model.check(parser, args, {"start": start})
+    others = {"start": (args.start is None or args.start.is_dir(), "a folder with heads")}
+    if args.method == "mtp":
+        has_layer = args.start is None or mtp_layer.is_checkpoint(args.start)
+        others["start"] = has_layer, "a folder that train_heads.py mtp has written"
+        is_free = args.output.is_dir() or not args.output.exists()
+        is_other = args.output.resolve() != demo.DEFAULT_OUTPUT.resolve()
+        others["output"] = is_free and is_other, "a folder, or not there yet, and not the bundled model's"
+    draft_model.check(parser, args, others)
     return args
 
 
@@ -162,7 +170,7 @@ def _note(hidden: dict[int, Tensor], number: int, module: nn.Module, args: tuple
 def distance(student: Any, teacher: Qwen3ForCausalLM, input_ids: Tensor) -> Tensor:
     """Cross-entropy of all drafts with the teacher's distributions, in nats, the first counting most."""
     logits, hidden = taught(teacher, input_ids)
-    return _distance(student, teacher, input_ids, logits.softmax(-1), hidden)
+    return _distance(student, teacher, input_ids, logits.float().softmax(-1), hidden)
 
 
 def distance_in_bfloat16(student: Any, teacher: Qwen3ForCausalLM, input_ids: Tensor) -> Tensor:
@@ -176,7 +184,7 @@ def _distance(
     student: Any, teacher: Qwen3ForCausalLM, input_ids: Tensor, wanted: Tensor, hidden: tuple[Tensor, ...]
 ) -> Tensor:
     losses = [
-        -(wanted * found.log_softmax(-1))[:, number:].sum() / wanted[:, number:, 0].numel()
+        -(wanted * found.float().log_softmax(-1))[:, number:].sum() / wanted[:, number:, 0].numel()
         for number, found in enumerate(student.logits(teacher, input_ids, hidden))
     ]
     weights = [_DECAY**number for number in range(len(losses))]

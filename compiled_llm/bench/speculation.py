@@ -15,7 +15,7 @@ is worth.
 
 ``--trees`` has methods that can draft trees do so, too. ``--acceptance`` runs each network that drafts once more,
 uncompiled, and says how often its drafts are right beside what rejection sampling would accept. ``--widen`` measures
-the model, and the heads among the drafters, at the size of a shape (``widening.py``). ``--vllm-python`` has vLLM serve
+the model, its layer for ``mtp`` and the heads among the drafters at the size of a shape (``widening.py``). ``--vllm-python`` has vLLM serve
 the same prompts greedily with those of ``--methods`` that it has and without: its ratio is that to itself.
 """
 
@@ -97,7 +97,12 @@ def parser(program: str) -> FlagParser:
     add = made.add_argument
     add("--methods", nargs="+", default=["ngram", "suffix"], choices=tuple(METHODS), help="(default: ngram suffix)")
     add_drafters_flag(made)
-    add("--widen", choices=SHAPES, metavar="SHAPE", help="serve --model and heads at the size of qwen3-0.6b, say")
+    add(
+        "--widen",
+        choices=SHAPES,
+        metavar="SHAPE",
+        help="serve --model, its MTP layer and heads at the size of qwen3-0.6b, say",
+    )
     add("--trees", action="store_true", help="also with speculative_token_tree auto, of methods that have it")
     add("--acceptance", action="store_true", help="of networks: beside what rejection sampling would accept")
     add("--batch-sizes", nargs="+", type=int, default=[1, 4, 16], help="requests at once (default: 1 4 16)")

@@ -47,7 +47,8 @@ class Widening:
         kinds = [config["model_type"] for config in (small, large)]
         if not (kinds[0] == "qwen3" or _computes_qwen3(small)) or kinds[1] != "qwen3":
             raise ValueError(
-                "--widen is for a --model of Qwen3 (dense), or of GLM-4.5's architecture that computes the same, and a "
+                "--widen is for a --model of Qwen3 (dense), or of GLM-4.5's architecture that computes the same (no layer "
+                "with experts, use_qk_norm, no attention_bias, rope_parameters with a partial_rotary_factor of 1), and a "
                 f"shape of Qwen3, given {' and '.join(kinds)}"
             )
         for name in (*_MULTIPLES, *_LEAST):
@@ -104,7 +105,8 @@ class Widening:
         if not layer:
             return {}
         own = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
-        widened = self._layer({name: weight for name, weight in layer.items() if name not in own})
+        repeated = ("embed_tokens.weight", "shared_head.head.weight")  # the model's, which some checkpoints have again
+        widened = self._layer({name: weight for name, weight in layer.items() if name not in (*own, *repeated)})
         embedding_norm, feature_norm, projection = (layer[name] for name in own)
         made = (
             self._norm(embedding_norm),
@@ -217,10 +219,10 @@ def _computes_qwen3(config: Mapping[str, Any]) -> bool:
     """Whether it is a config of GLM-4.5's architecture without experts, whose layers are Qwen3's."""
     return (
         config["model_type"] == "glm4_moe"
-        and config["first_k_dense_replace"] > config["num_hidden_layers"]
-        and config["use_qk_norm"]
-        and not config["attention_bias"]
-        and config["rope_parameters"]["partial_rotary_factor"] == 1
+        and config.get("first_k_dense_replace", 1) > config["num_hidden_layers"]
+        and config.get("use_qk_norm", False)
+        and not config.get("attention_bias", False)
+        and config.get("rope_parameters", {}).get("partial_rotary_factor") == 1
     )
 
 

@@ -17,8 +17,9 @@ from compiled_llm.scheduling.costs import moved
 # differs by more than a factor of two counts as that factor, so that one slow step does not keep others away for long.
 _LEAST_WEIGHT, _MOST_CHANGE = 0.1, 2.0
 # With each step, the ratios of steps of as many requests, but more or fewer drafts, move by this share to that share of
-# its own: so what was slow for a while, or at the start, is tried again.
-_FORGETTING, _OPTIMISM = 0.001, 0.8
+# its own: so what was slow for a while, or at the start, is tried again. Sooner where it is known of few steps, of which
+# one that was slow by chance keeps others away.
+_FORGETTING, _OPTIMISM, _FEW_STEPS = 0.001, 0.8, 10
 _FORGETTING_HOST = 0.05  # the same of the host's seconds, which single steps are far off
 _FIRST_OF_HOST = 0.1  # of the first seconds of the host that are more than 0, so that a single slow step is not all
 
@@ -94,13 +95,17 @@ class DecodeCosts:
         if not 0.0 < expected < math.inf:
             return
         of_size = self._ratios[samples].setdefault(size, {})
+        if start.first_is_cold and drafts and drafts not in of_size:
+            of_size[drafts] = self._ratio(of_size, drafts), start.num_steps
+            return
         ratio, count = of_size.get(drafts, (self._ratio(of_size, drafts), start.num_steps))
         bounded = min(max(seconds / expected, ratio / _MOST_CHANGE), ratio * _MOST_CHANGE)
         ratio += max(_LEAST_WEIGHT, 1.0 / (count + 1)) * (bounded - ratio)
         of_size[drafts] = ratio, count + 1
         for other, (value, number) in of_size.items():
             if other != drafts:
-                of_size[other] = value + _FORGETTING * (_OPTIMISM * ratio - value), number
+                share = _FORGETTING * max(1.0, _FEW_STEPS / number)
+                of_size[other] = value + share * (_OPTIMISM * ratio - value), number
 
     def record_host(self, num_requests: int, has_drafts: bool, seconds: float) -> None:
         """As ``host``, of a step that is over."""
@@ -119,6 +124,7 @@ class _Buckets:
     """What was measured, where a step takes the time of its bucket. The key is that bucket, (requests, tokens)."""
 
     num_steps = 9  # as good as so many, of one size
+    first_is_cold = False
 
     def __init__(self, measured: Measured) -> None:
         self._measured = measured
@@ -144,6 +150,7 @@ class _Curves:
     """
 
     num_steps = 1  # as good as so many: it is between what was measured, in longer or shorter contexts
+    first_is_cold = True  # the first step of its kind takes memory that the others find, and says little of them
 
     def __init__(self, measured: Measured) -> None:
         sizes = sorted({size for size, _ in measured})

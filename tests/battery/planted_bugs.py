@@ -416,6 +416,10 @@ _PLANTED = """
             _Curves.key: (num_requests - 1).bit_length() => 0
         a step of its own size is expected to take what its requests take
             _Curves.seconds: num_requests + num_drafts => num_requests
+        the first step of so many drafts, which runs cold, keeps others away
+            DecodeCosts.record: start.first_is_cold and drafts and drafts not in of_size => False
+        what is known of few steps with drafts is kept as long as what is known of many
+            DecodeCosts.record: max(1.0, _FEW_STEPS / number) => 1.0
     scheduling.draft_account, ACCOUNT
         the first plain steps behind drafts are measured
             _Steps.enter_together: self.num_before < SETTLED => False

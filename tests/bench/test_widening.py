@@ -80,7 +80,13 @@ def test_a_layer_for_multi_token_prediction_drafts_what_it_drafts_in_the_small_m
 
 @pytest.mark.parametrize(
     "changes",
-    [{"first_k_dense_replace": 4}, {"use_qk_norm": False}, {"rope_parameters": {"partial_rotary_factor": 0.5}}],
+    [
+        {"first_k_dense_replace": 4},
+        {"use_qk_norm": False},
+        {"attention_bias": True},
+        {"rope_parameters": {"partial_rotary_factor": 0.5}},
+        {"rope_parameters": {"rope_theta": 1e4}},
+    ],
 )
 def test_glm_that_computes_anything_else_than_qwen3_is_refused(changes: dict[str, Any]) -> None:
     glm = {"model_type": "glm4_moe", "first_k_dense_replace": 5, "use_qk_norm": True, "attention_bias": False}

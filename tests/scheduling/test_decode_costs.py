@@ -78,12 +78,27 @@ def test_own_sizes_learn_from_those_that_are_about_as_large() -> None:
     assert costs.device(4, 3, samples=False) == pytest.approx(34.0, rel=0.02), "as much slower as without drafts"
     assert costs.device(2, 0, samples=False) == 12.0
     assert costs.device(5, 0, samples=False) == 15.0
+    costs.record(4, 3, 200.0)
+    assert costs.device(4, 3, samples=False) == pytest.approx(34.0, rel=0.02), "the first of its kind runs cold"
     costs.record(4, 3, 20.0)
-    assert costs.device(4, 2, samples=False) == pytest.approx(16 * (2.0 + 20 / 17) / 2, rel=0.01), "half of the first"
+    assert costs.device(4, 2, samples=False) == pytest.approx(16 * (2.0 + 20 / 17) / 2, rel=0.01), "half of the next"
     assert costs.device(4, 1, samples=False) == pytest.approx(30.0, rel=0.02)
     for _ in range(9):
         costs.record(4, 3, 2000.0)
     assert costs.device(4, 3, samples=False) < 20 * 2.0**4, "one slow step does not count for more than twice"
+
+
+def test_what_is_known_of_few_steps_is_tried_again_sooner() -> None:
+    seconds = []
+    for num_slow in (2, 12):
+        costs = DecodeCosts([((4, 4), 10.0), ((4, 16), 20.0)], pads=False)
+        for _ in range(num_slow):
+            costs.record(4, 12, 40.0)
+        for _ in range(100):
+            costs.record(4, 3, 12.5)
+        seconds.append(costs.device(4, 12, samples=False))
+    assert seconds[0] < 26.0, "it was 30 behind the one slow step that counted"
+    assert seconds[1] > 32.0
 
 
 def test_what_is_alike() -> None:

@@ -62,3 +62,18 @@ def test_without_a_folder_it_is_refused(
     with pytest.raises(SystemExit):
         scripts[1].parse_args(["mtp"])
     assert "--output must be given with mtp" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--output", str(DEMO)], "--output must be a folder, or not there yet, and not the bundled model's"),
+        (["--output", "new", "--start", str(DEMO)], "--start must be a folder that train_heads.py mtp has written"),
+    ],
+)
+def test_folders_that_it_cannot_use_are_refused_at_once(
+    scripts: tuple[ModuleType, ModuleType], flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        scripts[1].parse_args(["mtp", *flags])
+    assert said in capsys.readouterr().err

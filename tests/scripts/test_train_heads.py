@@ -15,7 +15,7 @@ from tests.scripts.test_gpu_validate import load
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHIPPED = REPOSITORY / "compiled_llm" / "demo_drafters"
-METHODS = ["eagle3", "medusa"]
+METHODS = ["eagle3", "medusa", "mtp"]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def test_some_seconds_give_heads(script: ModuleType, method: str, tmp_path: Path
     record = json.loads((tmp_path / "training.json").read_text())
     assert record["steps"] > 0
     assert all(0 < share < 1 for share in record["held_out"]["shared_probability"])
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:  # of mtp with the model's own tensors
         assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
 
 
