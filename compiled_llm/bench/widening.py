@@ -47,9 +47,9 @@ class Widening:
         kinds = [config["model_type"] for config in (small, large)]
         if not (kinds[0] == "qwen3" or _computes_qwen3(small)) or kinds[1] != "qwen3":
             raise ValueError(
-                "--widen is for a --model of Qwen3 (dense), or of GLM-4.5's architecture that computes the same (no layer "
-                "with experts, use_qk_norm, no attention_bias, rope_parameters with a partial_rotary_factor of 1), and a "
-                f"shape of Qwen3, given {' and '.join(kinds)}"
+                "--widen is for a --model of Qwen3 (dense), or of GLM-4.5's architecture that computes the same (no "
+                "layer with experts, use_qk_norm, no attention_bias, rope_parameters with a partial_rotary_factor of "
+                f"1), and a shape of Qwen3, given {' and '.join(kinds)}"
             )
         for name in (*_MULTIPLES, *_LEAST):
             if large[name] < small[name] or (name in _MULTIPLES and large[name] % small[name]):

@@ -17,8 +17,8 @@ from compiled_llm.scheduling.costs import moved
 # differs by more than a factor of two counts as that factor, so that one slow step does not keep others away for long.
 _LEAST_WEIGHT, _MOST_CHANGE = 0.1, 2.0
 # With each step, the ratios of steps of as many requests, but more or fewer drafts, move by this share to that share of
-# its own: so what was slow for a while, or at the start, is tried again. Sooner where it is known of few steps, of which
-# one that was slow by chance keeps others away.
+# its own: so what was slow for a while, or at the start, is tried again. What is known of few steps is so sooner: one
+# that was slow by chance would keep others away.
 _FORGETTING, _OPTIMISM, _FEW_STEPS = 0.001, 0.8, 10
 _FORGETTING_HOST = 0.05  # the same of the host's seconds, which single steps are far off
 _FIRST_OF_HOST = 0.1  # of the first seconds of the host that are more than 0, so that a single slow step is not all
