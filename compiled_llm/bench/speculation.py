@@ -15,9 +15,9 @@ is worth.
 
 ``--trees`` has methods that can draft trees do so, too. ``--acceptance`` runs each network that drafts once more,
 uncompiled, and says how often its drafts are right beside what rejection sampling would accept. ``--widen`` measures
-the model, its layer for ``mtp`` and the heads among the drafters at the size of a shape (``widening.py``). ``--vllm-
-python`` has vLLM serve the same prompts greedily with those of ``--methods`` that it has and without: its ratio is that
-to itself.
+the model, its layer for ``mtp`` and the heads among the drafters at the size of a shape (``widening.py``).
+``--vllm-python`` has vLLM serve the same prompts greedily with those of ``--methods`` that it has and without: its
+ratio is that to itself.
 """
 
 import argparse
