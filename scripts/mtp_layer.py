@@ -74,9 +74,13 @@ class Mtp(nn.Module):
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether ``write`` has written this folder."""
+    """Whether it may be a folder that ``write`` has written."""
     config = directory / "config.json"
-    return config.is_file() and "num_nextn_predict_layers" in json.loads(config.read_text())
+    return (
+        (directory / "model.safetensors").is_file()
+        and config.is_file()
+        and "num_nextn_predict_layers" in json.loads(config.read_text())
+    )
 
 
 def write(student: Mtp, teacher: Qwen3ForCausalLM, tensors: dict[str, Tensor], output: Path) -> None:

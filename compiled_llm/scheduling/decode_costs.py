@@ -17,8 +17,8 @@ from compiled_llm.scheduling.costs import moved
 # differs by more than a factor of two counts as that factor, so that one slow step does not keep others away for long.
 _LEAST_WEIGHT, _MOST_CHANGE = 0.1, 2.0
 # With each step, the ratios of steps of as many requests, but more or fewer drafts, move by this share to that share of
-# its own: so what was slow for a while, or at the start, is tried again. What is known of few steps is so sooner: one
-# that was slow by chance would keep others away.
+# its own: so what was slow for a while, or at the start, is tried again. What is known of few steps with drafts is
+# forgotten sooner: one that was slow by chance would keep others away.
 _FORGETTING, _OPTIMISM, _FEW_STEPS = 0.001, 0.8, 10
 _FORGETTING_HOST = 0.05  # the same of the host's seconds, which single steps are far off
 _FIRST_OF_HOST = 0.1  # of the first seconds of the host that are more than 0, so that a single slow step is not all
@@ -88,7 +88,10 @@ class DecodeCosts:
         return self._host.get((size, has_drafts), self._host.get((size, False), 0.0))
 
     def record(self, num_requests: int, num_drafts: int, seconds: float, samples: bool = False) -> None:
-        """A step took the device ``seconds``. One of a size that was not measured is ignored."""
+        """A step took the device ``seconds``.
+
+        One of a size that was not measured is ignored, and on a CPU the first that has about so many drafts.
+        """
         start = self._start[samples]
         size, drafts = start.key(num_requests, num_drafts)
         expected = start.seconds(num_requests, num_drafts)
@@ -104,7 +107,7 @@ class DecodeCosts:
         of_size[drafts] = ratio, count + 1
         for other, (value, number) in of_size.items():
             if other != drafts:
-                share = _FORGETTING * max(1.0, _FEW_STEPS / number)
+                share = _FORGETTING * (max(1.0, _FEW_STEPS / number) if other else 1.0)
                 of_size[other] = value + share * (_OPTIMISM * ratio - value), number
 
     def record_host(self, num_requests: int, has_drafts: bool, seconds: float) -> None:

@@ -419,7 +419,9 @@ _PLANTED = """
         the first step of so many drafts, which runs cold, keeps others away
             DecodeCosts.record: start.first_is_cold and drafts and drafts not in of_size => False
         what is known of few steps with drafts is kept as long as what is known of many
-            DecodeCosts.record: max(1.0, _FEW_STEPS / number) => 1.0
+            DecodeCosts.record: max(1.0, _FEW_STEPS / number) if other else 1.0 => 1.0
+        what is known of few steps without drafts is forgotten soon
+            DecodeCosts.record: max(1.0, _FEW_STEPS / number) if other else 1.0 => max(1.0, _FEW_STEPS / number)
     scheduling.draft_account, ACCOUNT
         the first plain steps behind drafts are measured
             _Steps.enter_together: self.num_before < SETTLED => False

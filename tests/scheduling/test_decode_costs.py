@@ -99,6 +99,11 @@ def test_what_is_known_of_few_steps_is_tried_again_sooner() -> None:
         seconds.append(costs.device(4, 12, samples=False))
     assert seconds[0] < 26.0, "it was 30 behind the one slow step that counted"
     assert seconds[1] > 32.0
+    costs = DecodeCosts([((4, 4), 10.0), ((4, 16), 20.0)], pads=False)
+    costs.record(4, 0, 12.0)
+    for _ in range(100):
+        costs.record(4, 3, 12.5)
+    assert costs.device(4, 0, samples=False) > 10.7, "of 11; what drafts are compared with stays"
 
 
 def test_what_is_alike() -> None:
