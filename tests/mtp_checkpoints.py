@@ -103,8 +103,11 @@ def mtp_checkpoint(name: str) -> Path:
 _OUTPUTS = re.compile(r"\.(o_proj|out_proj|down_proj)(\.|$)")  # of all that is added to the stream
 
 
-def guessing_checkpoint(name: str, directory: Path, share: float) -> Path:
-    """One whose layer guesses what the model says, since all layers add little: ``share`` of what they would."""
+def guessing_checkpoint(name: str, directory: Path, share: float, of_feature: float = 0.0) -> Path:
+    """One whose layer guesses what the model says, since all layers add little: ``share`` of what they would.
+
+    ``of_feature``: how often the model's hidden state is added to what it guesses by.
+    """
     of_model = load_file(checkpoint(name) / "model.safetensors")
     tensors, d = mtp_tensors(name), of_model["model.norm.weight"].shape[0]
     norms = [key for key in tensors if key.endswith(("enorm.weight", "pre_fc_norm_embedding.weight"))]
@@ -112,7 +115,7 @@ def guessing_checkpoint(name: str, directory: Path, share: float) -> Path:
     last = [key for key in tensors if key.endswith(("shared_head.norm.weight", "mtp.norm.weight"))]
     (one,), (projection,), (norm,) = norms, projections, last
     tensors[one] = torch.zeros(d) if name.startswith("qwen") else torch.ones(d)
-    tensors[projection] = torch.cat([torch.eye(d), torch.zeros(d, d)], 1)
+    tensors[projection] = torch.cat([torch.eye(d), of_feature * torch.eye(d)], 1)
     tensors[norm] = of_model["model.norm.weight"].clone()
     every = of_model | tensors
     return write_checkpoint(

@@ -17,7 +17,8 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.draft_heads import medusa
 from compiled_llm.models.draft_heads.family import head_family
 from compiled_llm.models.draft_heads.medusa import MedusaConfig
-from compiled_llm.models.inputs import HiddenCache, KVCache, StepInput
+from compiled_llm.models.inputs import HiddenCache, KVCache, LayerCache, StepInput
+from compiled_llm.models.last_layer import last_layer_function
 from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.registry import layers_of
 from compiled_llm.ops import write_slots
@@ -52,21 +53,34 @@ def draft_head_function(
     """What drafts after a step, as ``draft_model_function``: (weights, input, KV cache, last tokens, drafts) -> None.
 
     The first pass has up to K + 1 rows of a request, one below the other, and padding behind those of the last.
+
+    Where the cache has what goes into the model's last layer (``models/last_layer.py``), a further argument is what the
+    step's logits were made of, ``[*, D]``: of all its tokens or of its rows of logits, as ``token_row`` counts them.
     """
     family, layers = head_family(model_config), layers_of(model_config)
-    forward, head, feed_back = family.forward, family.head, family.feed_back
+    forward, head, feed_back, made_of = family.forward, family.head, family.feed_back, family.features
     alone, features_at = for_queries(layers, 1, exact=exact), features_reader(model_config)
     known_ids, both = model_config.vocab_size, min(vocab_size, model_config.vocab_size)
 
-    def draft(weights: Any, known: DraftInput, kv_cache: KVCache, last_tokens: Tensor, drafts: Tensor) -> None:
+    def draft(
+        weights: Any,
+        known: DraftInput,
+        kv_cache: KVCache,
+        last_tokens: Tensor,
+        drafts: Tensor,
+        hidden: Tensor | None = None,
+    ) -> None:
         table, num_drafts = own_table(known), drafts.shape[1]
         accepted, is_drafted = num_accepted(known, last_tokens), known.num_samples > 0
         position = known.position + accepted  # of the newest token
-        step, ends = _accepted_rows(known, accepted, last_tokens, table, block_size)
+        step, ends, of_hidden = _accepted_rows(known, accepted, last_tokens, table, block_size)
         first = for_queries(layers, num_drafts + 1, exact=exact)
 
         last = (ends - 1).clamp(min=0)
-        features = features_at(weights, kv_cache, step.slot_mapping)
+        if hidden is None:
+            features = features_at(weights, kv_cache, step.slot_mapping)
+        else:
+            features = made_of(weights, torch.index_select(hidden, 0, of_hidden), model_config)
 
         found = []
         of_head, own_tokens = with_own_logits(weights, sample)
@@ -115,15 +129,33 @@ def draft_medusa_function(
     return draft
 
 
-def head_prompt_function(model_config: ModelConfig, max_query_len: int, exact: bool = False) -> Any:
-    """As ``draft_prompt_function``; ``input_ids`` are the tokens that follow those of ``positions``."""
-    forward, features_at = head_family(model_config).forward, features_reader(model_config)
+def head_prompt_function(
+    model_config: ModelConfig, max_query_len: int, exact: bool = False, last_layer: ModelConfig | None = None
+) -> Any:
+    """As ``draft_prompt_function``; ``input_ids`` are the tokens that follow those of ``positions``.
+
+    ``last_layer``: that of a ``LastLayer``, where the cache has what goes into it. Further arguments are its weights
+    and its KV cache then.
+    """
+    family, features_at = head_family(model_config), features_reader(model_config)
+    forward, made_of = family.forward, family.features
     layers = for_queries(layers_of(model_config), max_query_len, exact=exact)
+    through_last = None if last_layer is None else last_layer_function(last_layer, max_query_len, exact)
     known_ids = model_config.vocab_size
 
-    def draft_prompt(weights: Any, step_input: StepInput, kv_cache: KVCache) -> None:
+    def draft_prompt(
+        weights: Any,
+        step_input: StepInput,
+        kv_cache: KVCache,
+        last_weights: Any = None,
+        last_cache: LayerCache | None = None,
+    ) -> None:
         own = with_own_tables(step_input)
-        features = features_at(weights, kv_cache, own.slot_mapping)
+        if through_last is None:
+            features = features_at(weights, kv_cache, own.slot_mapping)
+        else:
+            inputs = _kept_at(kv_cache, own.slot_mapping)
+            features = made_of(weights, through_last(last_weights, inputs, own, last_cache), model_config)
         own = own._replace(input_ids=own.input_ids.clamp(max=known_ids - 1), features=features)
         forward(weights, own, kv_cache[:-1], model_config, layers)
 
@@ -136,20 +168,29 @@ def features_reader(model_config: ModelConfig) -> Any:
 
 
 def _features_at(made_of: Any, model_config: ModelConfig, weights: Any, kv_cache: KVCache, slots: Tensor) -> Tensor:
+    rows = _kept_at(kv_cache, slots)
+    return made_of(weights, rows, model_config) if isinstance(kv_cache[-1], HiddenCache) else rows
+
+
+def _kept_at(kv_cache: KVCache, slots: Tensor) -> Tensor:
     (kept,) = kv_cache[-1]
     size = kept.shape[1]
-    rows = kept[slots // size, slots % size]
-    return made_of(weights, rows, model_config) if isinstance(kv_cache[-1], HiddenCache) else rows
+    rows: Tensor = kept[slots // size, slots % size]
+    return rows
 
 
 def _accepted_rows(
     known: DraftInput, accepted: Tensor, last_tokens: Tensor, table: Tensor, block_size: int
-) -> tuple[StepInput, Tensor]:
-    """The rows that a step lets be computed, up to K + 1 of a request, and [R] int32 where those of each end."""
+) -> tuple[StepInput, Tensor, Tensor]:
+    """The rows that a step lets be computed, up to K + 1 of a request, and [R] int32 where those of each end.
+
+    Then ``[R * (K + 1)]`` int32, their rows of what the step's logits were made of.
+    """
     counts = torch.where(known.num_samples > 0, accepted + 1, 0)
     ends = counts.cumsum(0, dtype=torch.int32)
     number = known.row_numbers
     assert number is not None
+    assert known.token_row is not None
     owner = torch.searchsorted(ends, number, right=True).clamp(max=counts.shape[0] - 1)
     place = number - (ends - counts)[owner]
     is_known = number < ends[-1]
@@ -159,4 +200,5 @@ def _accepted_rows(
     starts = torch.nn.functional.pad(ends, (1, 0))
     seq_lens = torch.where(counts > 0, known.position + accepted, 0)
     slots = torch.where(is_known, slots, SINK_SLOT)
-    return StepInput(ids, positions, slots, starts, seq_lens, starts[1:], table), ends
+    of_hidden = torch.where(is_known, known.token_row[owner] + place, 0)
+    return StepInput(ids, positions, slots, starts, seq_lens, starts[1:], table), ends, of_hidden

@@ -180,7 +180,9 @@ class CompiledSteps:
             hidden = self.hidden if self.taken is None else self.taken
             step = StepOutputs(self.last_tokens, hidden, slots, self._has_all_rows_of)
             shared |= {"vocab_size": self.model_config.vocab_size, "kv_cache": drafter[1], "step": step}
-            return network_stage(drafter[0], *of_all, **shared)
+            stage = network_stage(drafter[0], *of_all, **shared)
+            stage.hold(self.kv_cache, drafter[1])
+            return stage
         num_layers = num_draft_layers(self._config.speculation, self.model_config)
         if not num_layers:
             return None

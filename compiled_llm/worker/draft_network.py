@@ -16,6 +16,7 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.draft_heads.family import HeadFamily, prefix_of
 from compiled_llm.models.family import Description
 from compiled_llm.models.inputs import FeatureCache, HiddenCache, KVCache
+from compiled_llm.models.last_layer import LastLayer
 from compiled_llm.models.linears.adapted import without_adapters
 from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.registry import family_of
@@ -134,12 +135,15 @@ class DraftPlan(NamedTuple):
         """What the weights are."""
         return family_of(self.model_config).describe(self.model_config, self.dtype, self.linears)
 
-    def load(self, progress: StartProgress, target: Any, num_ranks: int = 1) -> "DraftNetwork":
+    def load(
+        self, progress: StartProgress, target: Any, num_ranks: int = 1, last_layer: LastLayer | None = None
+    ) -> "DraftNetwork":
         """Read the weights, or make them where the engine makes all.
 
         Args:
             target: the weights of the model.
             num_ranks: processes that load as much each.
+            last_layer: of the model, if that may be computed when the network reads a prompt, and not in the step.
 
         Raises:
             ValueError: the checkpoint or the memory does not allow it.
@@ -159,7 +163,9 @@ class DraftPlan(NamedTuple):
         size = num_bytes(weights)
         if self.head is not None:
             weights = self.head.share(weights, without_adapters(target))
-        return DraftNetwork(c, weights, self.cache_dtypes, self.checkpoint.num_tokens, size, self.checkpoint.tree)
+        network = DraftNetwork(c, weights, self.cache_dtypes, self.checkpoint.num_tokens, size, self.checkpoint.tree)
+        waits = self.keeps_hidden and network.has_cache and self.head is not None and not network.taps
+        return network._replace(last_layer=last_layer) if waits else network
 
 
 class DraftNetwork(NamedTuple):
@@ -170,6 +176,7 @@ class DraftNetwork(NamedTuple):
         num_tokens: most that it drafts for a request and step.
         nbytes: of the weights that are not the model's.
         tree: what it gives of a tree of drafts; None: they are a chain.
+        last_layer: of the model, which it computes of the tokens that it reads; its cache has what goes into that.
     """
 
     model_config: ModelConfig
@@ -178,6 +185,7 @@ class DraftNetwork(NamedTuple):
     num_tokens: int
     nbytes: int
     tree: NetworkTree | None = None
+    last_layer: LastLayer | None = None
 
     @property
     def has_cache(self) -> bool:
@@ -187,6 +195,8 @@ class DraftNetwork(NamedTuple):
     @property
     def taps(self) -> tuple[int, ...]:
         """See ``HeadFamily``."""
+        if self.last_layer is not None:
+            return (self.last_layer.number,)
         family = family_of(self.model_config)
         return family.taps(self.model_config) if isinstance(family, HeadFamily) else ()
 

@@ -6,6 +6,7 @@ A step goes as before. Behind it, for the requests of which it has sampled a tok
 lacking then.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -263,6 +264,8 @@ class NetworkStage(DraftStage):
     ) -> None:
         config, tree = network.model_config, network.tree
         depends = graph_fields.of_step(config, limits, dtype, network.cache_dtypes, device)
+        if network.last_layer is not None:
+            depends |= {"last_layer": dataclasses.asdict(network.last_layer.config)}
         recipe = functools.partial(self._draft_function, config, limits.block_size, vocab_size, exact)
         num_rows = network.num_tokens + 1 if self._numbers_rows else 0
         if tree is not None:
@@ -317,10 +320,13 @@ class NetworkStage(DraftStage):
     def _parts(self) -> Iterator[Part]:
         for size in sorted(self._prompts, reverse=not self._one_for_all):
             most = _NO_BOUND if self._one_for_all else size
-            recipe = functools.partial(self._prompt_function, self.network.model_config, most, self._exact)
             arguments = functools.partial(self._prompt_arguments, self._prompts[size].whole)
-            yield Part(self._name("draft_prompt", size), recipe, arguments, 1)
+            yield Part(self._name("draft_prompt", size), self._prompt_recipe(most), arguments, 1)
         yield from super()._parts()
+
+    def _prompt_recipe(self, most: int) -> functools.partial:
+        """Makes what computes prompts of ``most`` tokens."""
+        return functools.partial(self._prompt_function, self.network.model_config, most, self._exact)
 
     def _prompt_arguments(self, step_input: StepInput) -> tuple:
         return self._weights, step_input, self.kv_cache

@@ -8,6 +8,7 @@ import numpy as np
 
 from compiled_llm.api.speculative_config import NetworkTree
 from compiled_llm.models.draft_heads.family import HeadFamily
+from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.registry import family_of
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
@@ -27,9 +28,10 @@ from compiled_llm.worker.request_rows import RequestRows
 
 def network_stage(network: DraftNetwork, *arguments: Any, **others: Any) -> NetworkStage:
     """The stage that ``network`` needs; the arguments are those of ``NetworkStage``."""
-    is_head = isinstance(family_of(network.model_config), HeadFamily)
-    stage = NetworkStage if not is_head else HeadStage if network.has_cache else MedusaStage
-    return stage(network, *arguments, **others)
+    stage = NetworkStage
+    if isinstance(family_of(network.model_config), HeadFamily):
+        stage = HeadStage if network.has_cache else MedusaStage
+    return (stage if network.last_layer is None else LastLayerStage)(network, *arguments, **others)
 
 
 class HeadStage(NetworkStage):
@@ -74,6 +76,32 @@ class HeadStage(NetworkStage):
 
     def _feature_arguments(self, bucket: Bucket) -> tuple:
         return self.network.weights, self._step.slot_mapping[bucket], self._step.hidden, self.kv_cache
+
+
+class LastLayerStage(HeadStage):
+    """A ``HeadStage`` whose cache has what goes into the model's last layer (``models/last_layer.py``).
+
+    Of tokens that it reads later, as those of prompts, it computes that layer. At the others, which it drafts behind,
+    the step has computed logits, and what these were made of.
+    """
+
+    def hold(self, kv_cache: KVCache, draft_cache: KVCache) -> None:
+        super().hold(kv_cache, draft_cache)
+        self._last_cache = kv_cache[-1]
+
+    def _prompt_recipe(self, most: int) -> functools.partial:
+        assert self.network.last_layer is not None
+        return functools.partial(super()._prompt_recipe(most), last_layer=self.network.last_layer.config)
+
+    def _prompt_arguments(self, step_input: StepInput) -> tuple:
+        assert self.network.last_layer is not None
+        return *super()._prompt_arguments(step_input), self.network.last_layer.weights, self._last_cache
+
+    def _arguments(self, known: DraftInput) -> tuple:
+        return *super()._arguments(known), self._step.hidden
+
+    def _has_all_rows_of(self, output: SchedulerOutput) -> bool:
+        return self._step.has_all(output)
 
 
 class MedusaStage(NetworkStage):

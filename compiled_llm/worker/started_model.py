@@ -27,6 +27,7 @@ from compiled_llm.compiling.report import CompileReport
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.draft_heads.family import prefix_of
 from compiled_llm.models.inputs import KVCache
+from compiled_llm.models.last_layer import LastLayer, last_layer
 from compiled_llm.models.linears.adapted import Adaptable, change_bytes
 from compiled_llm.models.linears.published import rounds_activations
 from compiled_llm.models.linears.sharded import Sharding
@@ -169,7 +170,9 @@ class StartedModel:
         self.exact = exactness.described(exactness.obstacles(config, self.device, self.linears, model_config))
         memory = self._start_memory(config, draft)
         weights = self._load_weights(config, directory, progress, memory)
-        network = None if draft is None else draft.load(progress, weights, self._sharing)
+        network = None
+        if draft is not None:
+            network = draft.load(progress, weights, self._sharing, self._last_layer(config, weights))
         memory.check()
         self.transforms = load_transforms(config.logits_transforms, model_config.vocab_size, self.device)
         num_windows = len(self.pool_sizes.windows)
@@ -374,6 +377,17 @@ class StartedModel:
             self.read_ahead = ReadAhead(mapped, memory.share_with_mapped(mapped.nbytes))
             self.times.disk_bytes_per_second = self.read_ahead.disk_bytes_per_second
         return weights
+
+    def _last_layer(self, config: EngineConfig, weights: Any) -> LastLayer | None:
+        """The model's last layer, if a drafter may compute it when it reads a prompt; None: steps compute all of it.
+
+        Other processes, to which blocks go, might keep something else of a token.
+        """
+        is_alone = self.num_ranks == 1 and self.shard is None and not config.transfers
+        is_plain = self.adapters is None and self._offloaded is None and self.read_ahead is None
+        if not (is_alone and is_plain):
+            return None
+        return last_layer(self._own_config, weights, [size.window for size in self.pool_sizes.windows])
 
     def _make_swap_space(self, config: EngineConfig, rows: int | None) -> SwapSpace:
         sizes, limits = self.pool_sizes, self.limits

@@ -201,6 +201,14 @@ HEADS = Checks(
 )
 TAGS = Checks(("tests/battery/test_tags.py", "tests/worker/test_step_buffers.py"), load_torch=True)
 LAST_ROWS = Checks(("tests/models/test_last_rows.py", "tests/e2e/test_last_rows.py"), load_torch=True)
+LAST_LAYER = Checks(
+    (
+        "tests/models/test_last_layer.py",
+        "tests/e2e/test_mtp.py::test_drafts_are_those_of_steps_that_compute_the_last_layer_of_all_tokens",
+        "tests/e2e/test_mtp.py::test_experts_shards_and_adapters_leave_the_last_layer_in_the_step",
+    ),
+    load_torch=True,
+)
 POOL_PAGES = Checks(("tests/worker/test_pool_pages.py",), load_torch=True)
 COPIES = Checks(("tests/ops/test_swap.py::test_round_trip[mixed-(2, 3, 7)-cpu]",), load_torch=True)
 BLOCK_COPIES = Checks(("tests/ops/test_swap.py::test_copies_within_the_pool",), load_torch=True)
@@ -564,7 +572,7 @@ _PLANTED = """
             num_accepted: known.token_ids[:, place + 1] => known.token_ids[:, place]
     step.head_drafting, HEADS
         a feature is that of the token after
-            _features_at: slots % size => (slots + 1) % size
+            _kept_at: slots % size => (slots + 1) % size
         hidden states are taken for features
             _features_at: made_of(weights, rows, model_config) => rows[:, : rows.shape[1] // 3]
         drafts that were right are not computed anew
@@ -1259,6 +1267,31 @@ _PLANTED = """
             with_last_rows: found if slots is None else with_slots(found, slots) => found
         layers that read the whole step get some rows
             last_layers: any((one is not None for one in others)) => False
+    models.last_layer, LAST_LAYER
+        keys that are gone are read
+            last_layer: spec.window not in windows => True
+        the last layer reads a stream that begins anew
+            _through: with_stream(weights, inputs) => with_stream(weights, inputs * 0)
+        the last layer is computed as if it wrote to the cache
+            _through: torch.zeros_like(step.slot_mapping) => step.slot_mapping + 4
+    worker.head_stage, LAST_LAYER
+        a layer that guesses takes rows of logits for tokens
+            LastLayerStage._has_all_rows_of: self._step.has_all(output) => True
+        a layer that guesses takes tokens of a scored prompt for rows of logits
+            LastLayerStage._has_all_rows_of: self._step.has_all(output) => False
+        what goes into the last layer is taken for what it gives
+            LastLayerStage._prompt_recipe:
+                functools.partial(super()._prompt_recipe(most), last_layer=self.network.last_layer.config) =>
+                super()._prompt_recipe(most)
+    worker.draft_network, LAST_LAYER
+        what goes into the layer before the last is kept
+            DraftNetwork.taps: self.last_layer.number => self.last_layer.number - 1
+    step.head_drafting, LAST_LAYER
+        drafts that were right have what was computed of the token before them
+            _accepted_rows: known.token_row[owner] + place => known.token_row[owner]
+    worker.started_model, LAST_LAYER
+        what adapters change is left out where the last layer is computed later
+            StartedModel._last_layer: self.adapters is None => True
     worker.pool_pages, POOL_PAGES
         blocks are asked for as if none had been used
             PoolPages.ask: used + self._ahead => self._ahead

@@ -35,7 +35,7 @@ def engine() -> Any:
         yield engine
 
 
-def rows_of(engine: CompiledEngine, params: SamplingParams) -> Counter[int]:
+def rows_of(engine: CompiledEngine, params: SamplingParams, prompt: str | list[int] = PROMPT) -> Counter[int]:
     """Of a step that computes a prompt."""
     counted = RowsOfProducts()
 
@@ -44,7 +44,7 @@ def rows_of(engine: CompiledEngine, params: SamplingParams) -> Counter[int]:
             return run()
 
     engine.own_runner.watch = watch
-    engine.generate([PROMPT], params, use_tqdm=False)
+    engine.generate([prompt], params, use_tqdm=False)
     engine.own_runner.watch = None
     engine.reset_prefix_cache()
     return counted.rows
