@@ -43,7 +43,7 @@ class LastLayer(NamedTuple):
 def last_layer(config: ModelConfig, weights: Any, windows: Sequence[int]) -> LastLayer | None:
     """That of a model; None where a step computes all of its rows, or where it cannot wait.
 
-    It waits if it is attention whose keys and values the model's own blocks have, and a dense MLP.
+    It waits if it is attention whose keys and values, no latents, the model's own blocks have, and a dense MLP.
 
     Args:
         config: of the whole model, which one process has.
@@ -52,8 +52,9 @@ def last_layer(config: ModelConfig, weights: Any, windows: Sequence[int]) -> Las
     assert config.own_layers is None
     assert config.num_ranks == 1
     spec, count = layers_of(config)[-1], len(weights.layers)
-    is_kept = isinstance(spec, AttentionSpec) and spec.shares_cache_of is None and spec.window not in windows
-    if not is_kept or spec.latent_dim or last_layers(weights) is None or not hasattr(weights.layers[-1], "input_norm"):
+    if not isinstance(spec, AttentionSpec) or spec.latent_dim or spec.shares_cache_of is not None:
+        return None
+    if spec.window in windows or last_layers(weights) is None or not hasattr(weights.layers[-1], "input_norm"):
         return None
     own = dataclasses.replace(config, own_layers=(count - 1, count))
     return LastLayer(own, own_weights(weights, own))

@@ -1269,7 +1269,7 @@ _PLANTED = """
             last_layers: any((one is not None for one in others)) => False
     models.last_layer, LAST_LAYER
         keys that are gone are read
-            last_layer: spec.window not in windows => True
+            last_layer: spec.window in windows => False
         the last layer reads a stream that begins anew
             _through: with_stream(weights, inputs) => with_stream(weights, inputs * 0)
         the last layer is computed as if it wrote to the cache
