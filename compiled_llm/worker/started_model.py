@@ -62,7 +62,7 @@ from compiled_llm.worker.device import (
     use_device,
     use_threads,
 )
-from compiled_llm.worker.draft_network import DraftPlan
+from compiled_llm.worker.draft_network import DraftNetwork, DraftPlan
 from compiled_llm.worker.draft_stage import NetworkStage
 from compiled_llm.worker.draft_trees import with_drafts
 from compiled_llm.worker.launched_step import HostSlot
@@ -170,9 +170,7 @@ class StartedModel:
         self.exact = exactness.described(exactness.obstacles(config, self.device, self.linears, model_config))
         memory = self._start_memory(config, draft)
         weights = self._load_weights(config, directory, progress, memory)
-        network = None
-        if draft is not None:
-            network = draft.load(progress, weights, self._sharing, self._last_layer(config, weights))
+        network = None if draft is None else self._load_network(config, draft, progress, weights)
         memory.check()
         self.transforms = load_transforms(config.logits_transforms, model_config.vocab_size, self.device)
         num_windows = len(self.pool_sizes.windows)
@@ -377,6 +375,11 @@ class StartedModel:
             self.read_ahead = ReadAhead(mapped, memory.share_with_mapped(mapped.nbytes))
             self.times.disk_bytes_per_second = self.read_ahead.disk_bytes_per_second
         return weights
+
+    def _load_network(
+        self, config: EngineConfig, draft: DraftPlan, progress: StartProgress, weights: Any
+    ) -> DraftNetwork:
+        return draft.load(progress, weights, self._sharing, self._last_layer(config, weights))
 
     def _last_layer(self, config: EngineConfig, weights: Any) -> LastLayer | None:
         """The model's last layer, if a drafter may compute it when it reads a prompt; None: steps compute all of it.

@@ -59,7 +59,7 @@ def case(name: str, engine: str, count: int = 80, *, battery: bool = True) -> An
     [
         case("qwen3-next", "swap", 16, battery=False),
         *(case(name, "swap") for name in FAMILIES),
-        *(case(name, engine) for engine in list(ENGINES)[1:] for name in ("deepseek-v3", "qwen3-next")),
+        *(case(name, engine) for engine in list(ENGINES)[1:] for name in ("deepseek-v3", "qwen3-next", "qwen3.5")),
     ],
 )
 def test_outputs_are_those_without_it_and_it_drafts_what_it_should(
