@@ -497,7 +497,8 @@ class StartedModel:
         known: tuple[bytes, ...] | None = None
         if config.has_files and self.num_ranks == 1:  # else those of all ranks are the engine's
             of_model = self.model_config, self.dtype, self.exact, self._directory, self._drafter
-            self.files = open_files(config, *of_model, self.device, self.swap_space.layout, self.swap_space.pools)
+            of_blocks = self.swap_space.layout, self.swap_space.pools, self.steps.taps
+            self.files = open_files(config, *of_model, self.device, *of_blocks)
             contents, known = (self.files.folder.key.hex(),), tuple(self.files.folder.known)
         try:
             sizes = num_blocks, self.swap_space, contents
