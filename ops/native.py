@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from compiled_llm.ops.kernel_build import (
+    CALLED,
     DIGESTS,
     ROOT,
     Library,
@@ -154,6 +155,12 @@ class Kernels:
         self._library.find_op.argtypes, self._library.find_op.restype = (ctypes.c_char_p,), ctypes.c_void_p
         return self._library.find_op(name.encode())
 
+    def let_call(self, name: str, address: int) -> None:
+        """Its ops may call the op ``name`` of another library, which is at ``address``."""
+        use = getattr(self._library, f"use_{name}")
+        use.argtypes, use.restype = (ctypes.c_void_p,), None
+        use(address)
+
     def rest(self) -> None:
         """The threads of this process sleep until they are needed, also those that would spin for the next op.
 
@@ -198,7 +205,12 @@ def load(op: str) -> Kernels | None:
     if len(opened) < 2:
         warn_of_missing_compiler(f"{op} runs as plain torch, many times slower")
         return None
-    return Kernels(op, *opened)
+    kernels = Kernels(op, *opened)
+    for name, file in CALLED.get(op, {}).items():
+        other = load(file)
+        assert other is not None, "both are built with the same compiler, or shipped together"
+        kernels.let_call(name, other.address_of(name))
+    return kernels
 
 
 def warn_of_missing_compiler(cost: str) -> None:

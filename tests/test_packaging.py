@@ -63,7 +63,7 @@ def test_a_wheel_made_with_a_compiler_carries_the_libraries_of_all_sets(tmp_path
     wheel = build_wheel(tmp_path, CXX=str(compiler))
     assert "-py3-none-linux" in wheel.name
     libraries = {f"compiled_llm/ops/libraries/{library.file_name()}" for library in shipped()}
-    assert len(libraries) == 58
+    assert len(libraries) == 59
     assert files_in(wheel) == expected_files() | libraries | {f"compiled_llm/ops/libraries/{DIGESTS}"}
 
 

@@ -67,6 +67,9 @@ class EngineConfig:
             reads a quarter less, and gives the same bits. None: on CPUs with AVX512-BF16 and without AMX, for models
             with more than 64 MiB of linear layers and a hidden_size of at least 64 for each thread; of Medusa heads
             the model's layers count as well. True counts as None of a draft model. See docs/quantization.md.
+        keep_weights_twice: on a CPU with AMX: keep bfloat16 weights of linear layers in 16 bits and in 12. Steps of up
+            to 16 tokens read the latter, longer ones the former: the fastest for both, with the same bits, for 1.75
+            times the memory. Experts have 16 bits. See docs/quantization.md.
         weights_path: on a CPU: a directory that keeps the weights of linear layers as the kernels read them, from which
             they are mapped: later starts neither read nor pack them, engines share one copy, and a model may be larger
             than the memory. None: they are packed at each start, into memory. See docs/offload.md.
@@ -202,6 +205,7 @@ class EngineConfig:
     quantization_embedding: str = "none"
     quantization_activations: str = "auto"
     compress_weights: bool | None = None
+    keep_weights_twice: bool = False
     weights_path: str | None = None
     weights_bytes: int | None = None
     cpu_offload_gb: float = 0.0

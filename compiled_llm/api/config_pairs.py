@@ -19,6 +19,11 @@ def check_pairs(config: Any) -> None:
             "weights_path must be None with load_format='dummy' (such weights are made, and lie in no file), given "
             f"{config.weights_path!r}"
         )
+    if config.keep_weights_twice and config.compress_weights is not None:
+        raise ValueError(
+            "compress_weights must be None with keep_weights_twice (weights are kept both ways), given "
+            f"{config.compress_weights!r}"
+        )
     if config.weights_path is None and config.weights_bytes is not None:
         raise ValueError(f"weights_bytes must be None without weights_path, given {config.weights_bytes}")
     if config.cpu_offload_gb:

@@ -8,6 +8,7 @@ import torch
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.linears.compressed import Compressed
+from compiled_llm.models.linears.kept_twice import KeptTwice
 from compiled_llm.models.linears.kinds import IN_CACHES, linear_kind
 from compiled_llm.models.linears.names import Names
 from compiled_llm.models.linears.protocol import LinearKind
@@ -17,6 +18,7 @@ from compiled_llm.models.linears.quantizing import SCHEMES, Quantizing, check_sk
 from compiled_llm.models.quantized.described import described
 from compiled_llm.models.quantized.plan import read_quantization
 from compiled_llm.models.registry import family_of
+from compiled_llm.ops import native
 from compiled_llm.ops.linear.compressed_linear import GROUP
 from compiled_llm.system.resources import granted_cores
 
@@ -50,9 +52,19 @@ def plain_kind(
         num_bytes_between: of weights of other models that are read from one pass of this one to the next.
 
     Raises:
-        ValueError: ``compress_weights`` is True where there are no kernels for it.
+        ValueError: ``compress_weights`` or ``keep_weights_twice`` is True where there are no kernels for it.
     """
+    if config.keep_weights_twice:
+        if KeptTwice.serves(device, dtype):
+            return KeptTwice
+        raise ValueError(
+            "keep_weights_twice must be False but for a model in bfloat16 on a CPU with AMX, where a C++ compiler "
+            f"built the kernels, given True for {str(dtype)[6:]} on {device}: leave it out"
+        )
     compress = config.compress_weights
+    # With tile registers steps of more than 16 tokens are faster with packed weights.
+    if compress is None and native.best_isa() == "amx":
+        compress = False
     if compress is not False and Compressed.serves(device, dtype):
         # A thread takes 64 outputs at a time, of which some layers have hidden_size: with less, some would have none.
         is_shared = model_config.hidden_size >= GROUP * (config.num_threads or granted_cores())
@@ -60,8 +72,8 @@ def plain_kind(
             return Compressed
     elif compress:
         raise ValueError(
-            "compress_weights must be None or False but for a model in bfloat16 on a CPU with AVX512-BF16 and without "
-            f"AMX, where a C++ compiler built the kernels, given True for {str(dtype)[6:]} on {device}: leave it out"
+            "compress_weights must be None or False but for a model in bfloat16 on a CPU with AVX512-BF16, where a C++ "
+            f"compiler built the kernels, given True for {str(dtype)[6:]} on {device}: leave it out"
         )
     return linear_kind(device, dtype, config.exact)
 

@@ -50,8 +50,7 @@ class Compressed(NamedTuple):
     def serves(device: torch.device, dtype: torch.dtype) -> bool:
         if device.type != "cpu" or dtype != torch.bfloat16:
             return False
-        # Where ``Packed`` has tile registers, it is faster with many rows, and has other bits.
-        return native.best_isa() == "avx512_bf16" and native.is_available("compressed_linear_cpu")
+        return native.best_isa() in ("amx", "avx512_bf16") and native.is_available("compressed_linear_cpu")
 
     @staticmethod
     def is_exact() -> bool:
@@ -60,7 +59,7 @@ class Compressed(NamedTuple):
     @classmethod
     def take(cls, take: Take, parts: Sequence[StoredLinear]) -> "Compressed | Packed":
         out_features, in_features = sum(part.out_features for part in parts), parts[0].in_features
-        if not _can_have(take, in_features):
+        if not can_be_compressed(take, in_features):
             return Packed.take(take, parts)
         compressor = Compressor(out_features, in_features, take.device)
         take.rows(weight_shapes(parts), compressor.put)
@@ -118,7 +117,7 @@ class CompressedExperts(NamedTuple):
     ) -> "CompressedExperts | PackedExperts":
         """As ``LinearKind.take_experts``."""
         out_features, in_features = sizes_of(experts[0])
-        if not _can_have(take, in_features):
+        if not can_be_compressed(take, in_features):
             return PackedExperts.take(take, experts, top_k)
         compressor = Compressor(out_features, in_features, take.device, len(experts))
 
@@ -130,6 +129,6 @@ class CompressedExperts(NamedTuple):
         return cls(compressor.finish(), take_biases(take, experts), out_features, in_features, top_k)
 
 
-def _can_have(take: Take, in_features: int) -> bool:
+def can_be_compressed(take: Take, in_features: int) -> bool:
     """Whether a layer can be compressed: routers, for one, are in float32 whatever the model's dtype."""
     return take.dtype == torch.bfloat16 and in_features <= MOST_INPUTS

@@ -31,6 +31,7 @@ from torch import Tensor
 from compiled_llm.ops import native
 from compiled_llm.ops.kernel_build import compress_library
 from compiled_llm.ops.library import define_op
+from compiled_llm.ops.linear.packed_linear import packed_linear_reference
 from compiled_llm.ops.linear.quantized_linear import by_experts, grouped_rows_fake, rows_fake
 
 GROUP = 64
@@ -215,6 +216,24 @@ def compressed_linear(
     return torch.ops.compiled_llm.compressed_linear(x, words, tables, exceptions, bias, out_features)
 
 
+def either_linear(
+    x: Tensor, packed: Tensor, weight: CompressedWeight, bias: Tensor | None, out_features: int
+) -> Tensor:
+    """``compressed_linear`` up to 16 rows, ``packed_linear`` with more: for a ``W`` that is kept both ways.
+
+    With tile registers few rows wait for memory, and many for decompressing. The bits are the same.
+
+    Args:
+        x, bias, out_features: as in ``compressed_linear``.
+        packed: what ``pack_weight`` made of ``W``.
+        weight: the same, compressed.
+
+    Returns:
+        ``[T, N]`` bfloat16, contiguous.
+    """
+    return torch.ops.compiled_llm.either_linear(x, packed, *weight, bias, out_features)
+
+
 def grouped_compressed_linear(
     x: Tensor, weight: CompressedWeight, bias: Tensor | None, rows: Tensor | None, starts: Tensor, out_features: int
 ) -> Tensor:
@@ -233,6 +252,14 @@ def compressed_linear_reference(
     """The op in plain torch: decompress, multiply in float32, round once."""
     weight = decompress(CompressedWeight(words, tables, exceptions), out_features, x.shape[1])
     return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+
+def either_linear_reference(
+    x: Tensor, packed: Tensor, words: Tensor, tables: Tensor, exceptions: Tensor, bias: Tensor | None,
+    out_features: int,
+) -> Tensor:  # fmt: skip
+    """The op in plain torch."""
+    return packed_linear_reference(x, packed, bias, out_features)
 
 
 def grouped_compressed_linear_reference(
@@ -255,6 +282,12 @@ _WEIGHT = "Tensor words, Tensor tables, Tensor exceptions"
 define_op(
     f"compressed_linear(Tensor x, {_WEIGHT}, Tensor? bias, int out_features) -> Tensor",
     reference=compressed_linear_reference,
+    fake=rows_fake,
+    cpu="compressed_linear_cpu",
+)
+define_op(
+    f"either_linear(Tensor x, Tensor packed, {_WEIGHT}, Tensor? bias, int out_features) -> Tensor",
+    reference=either_linear_reference,
     fake=rows_fake,
     cpu="compressed_linear_cpu",
 )

@@ -8,6 +8,8 @@
 // chunk. With more than 24 rows the first row group keeps the words that it decompresses, for the others: decompressing takes
 // other units of the processor than products, and costs little beside them.
 //
+// With tile registers (compressed_linear_cpu_amx.h) all words are decompressed into L1, once for a block of rows.
+//
 // Every output has one float32 sum, which takes its words in order: the bits of `packed_linear`, for any number of rows.
 
 #include <algorithm>
@@ -25,8 +27,12 @@ constexpr int64_t CHUNK = 128;       // words of a chunk: 24 KiB, expanded 32 Ki
 constexpr int64_t FEW_ROWS = 64;     // up to so many rows chunks are shorter,
 constexpr int64_t FEW_CHUNK = 64;    // of so many words: 12 KiB, so that L1 has the next chunk as well
 constexpr int64_t FEW_GROUPS = 4;    // up to so many row groups each decompress the words; with more, the first keeps them
+constexpr int64_t TILED_ROW_BLOCK = 512;      // and with tile registers
 constexpr int64_t ROW_BLOCK = 86 * ROWS;      // rows, of which a chunk, 258 KiB, and the sums, 129 KiB, stay in L2
 constexpr int64_t AHEAD = 43;                 // words, 8 KiB: more than 100 ns of work
+constexpr int64_t TILED_CHUNK = 256, FEW_TILED_CHUNK = 64;  // words: 32 and 8 KiB, expanded, which L1 has twice
+constexpr int64_t TILED_BLOCK_BYTES = 5 << 18;  // of activations, with tile registers, which stay in L2
+constexpr int64_t STREAM_BYTES = 1 << 17;    // of output: more is written past the caches
 constexpr int64_t GRAIN_FLOPS = 1 << 18;     // for less, waking a thread takes longer than the work
 constexpr int64_t PIECES = 8;                // of the weights, for each thread, where they come from memory
 
@@ -58,24 +64,41 @@ struct Layer {
 
   Finish finish(const float* sums, int64_t row, int64_t count, int64_t group) const {
     const int64_t column = group * GROUP;
-    return {sums, bias == nullptr ? nullptr : bias + column, out + row * N + column, N, count, std::min(GROUP, N - column)};
+    return {sums, GROUP, bias == nullptr ? nullptr : bias + column, out + row * N + column, N, count, std::min(GROUP, N - column),
+            rows > FEW_ROWS && rows * N * 2 > STREAM_BYTES && N % 32 == 0};
   }
 };
+
+int64_t aligned(int64_t count) { return (count + TILE - 1) / TILE * TILE; }
 
 // How the rows are cut: into blocks, these into row groups, and words into chunks.
 struct Cut {
   int64_t group, block, chunk, ahead;  // ahead: words from a product to the prefetch
   bool expands;  // the first row group keeps its words expanded, for the others
+  bool tiled;
+  int64_t packed;  // rows that are packed together
 
-  Cut(const Layer& layer, int64_t threads) {
+  // That a row takes, packed.
+  int64_t words(const Layer& layer) const { return tiled ? aligned(layer.w.length) : layer.w.length; }
+
+  Cut(const Layer& layer, int64_t threads, bool tiled) : tiled(tiled) {
     const auto even = [](int64_t rows, int64_t most) {
       const int64_t parts = (rows + most - 1) / most;
       return (rows + parts - 1) / parts;
     };
+    if (tiled) {
+      const int64_t most = std::max(TILED_BLOCK_BYTES / 4 / aligned(layer.w.length) / TILE * TILE, TILE);
+      group = TILE;
+      block = aligned(even(layer.rows, std::min(TILED_ROW_BLOCK, most)));
+      chunk = layer.rows <= FEW_ROWS ? FEW_TILED_CHUNK : TILED_CHUNK;
+      packed = 2 * TILE;
+      return;
+    }
     group = even(layer.rows, ROWS);
     // In at least as many blocks as give each thread some pieces, where rows are many.
     const int64_t blocks = layer.rows <= FEW_ROWS ? 1 : std::max<int64_t>(1, PIECES * threads / layer.w.groups);
     block = (even(layer.rows, std::min(ROW_BLOCK, (layer.rows + blocks - 1) / blocks)) + group - 1) / group * group;
+    packed = block;
     // A single row group has two chunks: the last AHEAD words, which fetch the first ones of the next group, and all before,
     // which fetch words AHEAD further on.
     const bool one = layer.rows <= group && layer.w.length >= 2 * AHEAD;
@@ -119,6 +142,20 @@ void multiply_block(const Kernels& kernels, const Layer& layer, const Cut& cut, 
   kernels.finish(layer.finish(sums, row, rows, group));
 }
 
+// A row group for tile registers, as `TileWork` takes it: `rows` from `row` on, filled up to `filled`.
+void pack_tiles(const Layer& layer, int64_t row, int64_t rows, int64_t filled, uint32_t* to) {
+  for (int64_t k = 0; k < layer.K; k += 2 * TILE)
+    for (int64_t m = 0; m < filled; ++m, to += TILE) {
+      const int64_t count = m < rows ? std::min(2 * TILE, layer.K - k) : 0;
+      if (count == 2 * TILE) {
+        std::memcpy(to, layer.x[row + m] + k, LINE);
+        continue;
+      }
+      std::memset(to, 0, LINE);
+      if (count > 0) std::copy_n(layer.x[row + m] + k, count, reinterpret_cast<uint16_t*>(to));
+    }
+}
+
 // Some groups of a layer by a block of its rows.
 struct Piece {
   int64_t layer, block, group, end;
@@ -126,49 +163,68 @@ struct Piece {
 
 // The layers one after the other, in pieces, of which a thread that is free takes the next: cores need not be equally fast.
 void multiply(const Kernels& kernels, const std::vector<Layer>& layers) {
-  int64_t rows = 0, groups = 0, flops = 0;
+  const bool tiled = kernels.tiles != nullptr;
+  int64_t groups = 0, flops = 0, room = 0;
   for (const Layer& layer : layers) {
-    rows += layer.rows;
     groups += layer.w.groups;
     flops += layer.rows * layer.w.groups * GROUP * layer.K;
   }
-  const int64_t threads = std::min(num_threads(), flops / GRAIN_FLOPS + 1), length = layers[0].w.length;
-  const Tensor packed = empty({rows, length}, kInt);
+  const int64_t threads = std::min(num_threads(), flops / GRAIN_FLOPS + 1);
   std::vector<Cut> cuts;
-  std::vector<uint32_t*> x{packed.data<uint32_t>()};  // of each layer
-  std::vector<Piece> blocks, pieces;
+  std::vector<int64_t> starts;  // of each block's packed rows, from those of a layer's first block on
+  std::vector<Piece> pieces, packs;  // packs: `group` is the first of their rows in the block
   for (size_t i = 0; i < layers.size(); ++i) {
     const Layer& layer = layers[i];
-    const Cut& cut = cuts.emplace_back(layer, threads);
-    x.push_back(x.back() + layer.rows * length);
+    const Cut& cut = cuts.emplace_back(layer, threads, tiled);
     const int64_t step = layer.rows > FEW_ROWS ? 1 : std::max<int64_t>(1, groups / (PIECES * threads));
+    starts.push_back(room);
+    room += (layer.rows <= TILE || !tiled ? layer.rows : aligned(layer.rows)) * cut.words(layer);
     for (int64_t block = 0; block * cut.block < layer.rows; ++block) {
-      blocks.push_back({static_cast<int64_t>(i), block, 0, 0});
+      for (int64_t row = 0; row < std::min(cut.block, layer.rows - block * cut.block); row += cut.packed)
+        packs.push_back({static_cast<int64_t>(i), block, row, 0});
       for (int64_t group = 0; group < layer.w.groups; group += step)
         pieces.push_back({static_cast<int64_t>(i), block, group, std::min(group + step, layer.w.groups)});
     }
   }
-  parallel_for(0, blocks.size(), 1 + (1 << 17) / (length * cuts[0].block), [&](int64_t begin, int64_t end) {
+  const Tensor packed = empty({room}, kInt);
+  const auto rows_of = [&](const Piece& piece) {  // the first one, how many there are, and where they are packed
+    const Layer& layer = layers[piece.layer];
+    const Cut& cut = cuts[piece.layer];
+    const int64_t row = piece.block * cut.block;
+    return std::tuple(row, std::min(cut.block, layer.rows - row),
+                      packed.data<uint32_t>() + starts[piece.layer] + row * cut.words(layer));
+  };
+  parallel_for(0, packs.size(), 1 + (1 << 17) / (layers[0].w.length * cuts[0].packed), [&](int64_t begin, int64_t end) {
     for (; begin < end; ++begin) {
-      const auto [i, block, first, last] = blocks[begin];
-      const int64_t row = block * cuts[i].block;
-      pack_block(layers[i], cuts[i], row, std::min(cuts[i].block, layers[i].rows - row), x[i] + row * length);
+      const Layer& layer = layers[packs[begin].layer];
+      const Cut& cut = cuts[packs[begin].layer];
+      const auto [row, rows, to] = rows_of(packs[begin]);
+      const int64_t first = packs[begin].group, count = std::min(cut.packed, rows - first);
+      if (tiled) pack_tiles(layer, row + first, count, rows <= TILE ? rows : aligned(count), to + first * cut.words(layer));
+      else pack_block(layer, cut, row, rows, to);
     }
   });
   std::atomic<size_t> free = 0;
   parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     alignas(64) float sums[ROW_BLOCK * GROUP];
-    alignas(64) uint32_t expanded[CHUNK * GROUP];
+    alignas(64) uint32_t expanded[2 * 256 * GROUP];
     for (size_t after, next = free++; next < pieces.size(); next = after) {
-      const auto [i, block, group, last] = pieces[next];
-      const int64_t row = block * cuts[i].block, of_block = std::min(cuts[i].block, layers[i].rows - row);
+      const Piece& piece = pieces[next];
+      const auto [row, rows, x] = rows_of(piece);
       after = free++;
       const Piece& then = pieces[std::min(after, pieces.size() - 1)];
-      for (int64_t each = group; each < last; ++each) {
-        const Group later = each + 1 < last ? layers[i].w[each + 1] : layers[then.layer].w[then.group];
-        multiply_block(kernels, layers[i], cuts[i], x[i] + row * length, row, of_block, each, later.words, sums, expanded);
+      const Layer& layer = layers[piece.layer];
+      const Cut& cut = cuts[piece.layer];
+      if (tiled) kernels.tiles->begin(rows);
+      for (int64_t group = piece.group; group < piece.end; ++group) {
+        const Group later = group + 1 < piece.end ? layer.w[group + 1] : layers[then.layer].w[then.group];
+        if (tiled)
+          kernels.tiles->multiply({x, layer.w.length, layer.w[group], later.words, sums, expanded, cut.chunk,
+                                   layer.finish(sums, row, rows, group)});
+        else multiply_block(kernels, layer, cut, x, row, rows, group, later.words, sums, expanded);
       }
     }
+    if (tiled) kernels.tiles->end();
   });
 }
 
@@ -229,6 +285,20 @@ Tensor grouped_compressed_linear(const Tensor& x, const Tensor& words, const Ten
   return out;
 }
 
+// The op `packed_linear`, which is in another library.
+Direct packed_linear = nullptr;
+
+Tensor either_linear(const Tensor& x, const Tensor& packed, const Tensor& words, const Tensor& tables,
+                     const Tensor& exceptions, const OptionalTensor& bias, int64_t out_features) {
+  if (x.dim() == 2 && x.size(0) <= TILE) return compressed_linear(x, words, tables, exceptions, bias, out_features);
+  CHECK_VALUE(packed_linear != nullptr, "either_linear: the library of packed_linear is not loaded");
+  Slot result;
+  const void* const arguments[] = {&x, &packed, &bias, &out_features};
+  Slot* const results[] = {&result};
+  packed_linear(arguments, results, spare);
+  return std::move(*result);
+}
+
 // A row of W, K inputs.
 void copy_row(const Weights& weights, int64_t row, int64_t K, uint16_t* to) {
   const Group group = weights[row / GROUP];
@@ -270,7 +340,11 @@ Tensor compressed_rows(const Tensor& words, const Tensor& tables, const Tensor& 
 const std::vector<Op> ops = {
     {"compressed_linear", Boxed<compressed_linear>::call, Boxed<compressed_linear>::direct},
     {"grouped_compressed_linear", Boxed<grouped_compressed_linear>::call, Boxed<grouped_compressed_linear>::direct},
+    {"either_linear", Boxed<either_linear>::call, Boxed<either_linear>::direct},
     {"compressed_rows", Boxed<compressed_rows>::call, Boxed<compressed_rows>::direct},
 };
 
 }  // namespace
+
+// For ../native.py.
+extern "C" __attribute__((visibility("default"))) void use_packed_linear(Direct direct) { packed_linear = direct; }

@@ -52,6 +52,7 @@ REFUSED: dict[str, list[object]] = {
     "enable_expert_parallel": [1, True],  # with one rank
     "async_scheduling": [1, "yes"],
     "compress_weights": [1, "lossless"],
+    "keep_weights_twice": [1, None],
     "max_logprobs": [1001],
     "max_queued_requests": [0],
     "max_request_id_length": [0],

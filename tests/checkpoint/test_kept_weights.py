@@ -80,7 +80,7 @@ def test_layers_of_a_quantised_checkpoint(tmp_path: Path) -> None:
     assert any(layer.role == "experts" for layer in check_same(tmp_path, tmp_path / "kept", None).layers)
 
 
-@pytest.mark.skipif(not Compressed.serves(CPU, torch.bfloat16), reason="for CPUs with AVX512-BF16 and without AMX")
+@pytest.mark.skipif(not Compressed.serves(CPU, torch.bfloat16), reason="for CPUs with AVX512-BF16")
 @pytest.mark.filterwarnings("ignore:.*/compiled-llm-test-.*fields that transformers ignores")
 @pytest.mark.parametrize("family", marked(CONFIGS, ("glm4-moe", "deepseek-v3", "gpt2")))
 def test_compressed_layers_of_every_family(family: str, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_compressed_layers_of_every_family(family: str, tmp_path: Path) -> None:
 
 def test_compressed_layers_of_which_one_has_many_exceptions(tmp_path: Path) -> None:
     if not Compressed.serves(CPU, torch.bfloat16):
-        pytest.skip("for CPUs with AVX512-BF16 and without AMX")
+        pytest.skip("for CPUs with AVX512-BF16")
     directory = shutil.copytree(checkpoint("llama"), tmp_path / "model")
     tensors = load_file(directory / "model.safetensors")
     name = "model.layers.0.mlp.down_proj.weight"

@@ -36,6 +36,7 @@ CHANGING_NO_TOKEN = {
     *("kv_cache_memory_bytes", "num_state_slots", "gpu_memory_utilization", "swap_space_bytes", "preemption_mode"),
     *(
         "compress_weights",
+        "keep_weights_twice",
         "scheduling_policy",
         "target_itl_ms",
         "enable_prefix_caching",

@@ -169,7 +169,7 @@ def test_layers_of_constants_compute_as_those_of_a_checkpoint(kind: str) -> None
 
 def test_compressed_layers_of_constants_compute() -> None:
     if not Compressed.serves(torch.device("cpu"), torch.bfloat16):
-        pytest.skip("for CPUs with AVX512-BF16 and without AMX")
+        pytest.skip("for CPUs with AVX512-BF16")
     linear = quantization.with_contents(Compressed(empty_compressed(70, 32, torch.device("meta")), None, 70, 32))
     out = linear.apply(torch.ones(2, 32, dtype=torch.bfloat16))
     assert out.isfinite().all()

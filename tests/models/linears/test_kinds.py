@@ -14,6 +14,7 @@ from compiled_llm.models.linears import kinds
 from compiled_llm.models.linears.compressed import Compressed
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.exact import Exact
+from compiled_llm.models.linears.kept_twice import KeptTwice
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.linears.protocol import Linear, LinearKind, Put, StoredLinear, Take
 from compiled_llm.models.registry import family_of
@@ -83,16 +84,20 @@ def test_the_kind_follows_from_device_and_dtype() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_compressed_parts_are_one_layer_with_the_bits_of_the_packed_one(bias: bool, in_features: int) -> None:
     if not Compressed.serves(torch.device("cpu"), torch.bfloat16):
-        pytest.skip("for CPUs with AVX512-BF16 and without AMX")
+        pytest.skip("for CPUs with AVX512-BF16")
     torch.manual_seed(0)
     parts = [StoredLinear(name, size, in_features, bias) for name, size in (("q", 65), ("k", 16), ("v", 50))]
     tensors = {f"{part.name}.weight": torch.randn(part.out_features, in_features).bfloat16() for part in parts}
     tensors |= {f"{part.name}.bias": torch.randn(part.out_features).bfloat16() for part in parts if bias}
-    w, packed = (kind.take(TensorTake(tensors), parts) for kind in (Compressed, Packed))
+    w, packed, twice = (kind.take(TensorTake(tensors), parts) for kind in (Compressed, Packed, KeptTwice))
     x, ids = torch.randn(3, in_features).bfloat16(), torch.tensor([0, 64, 65, 130])
     assert isinstance(w, Linear)
-    assert torch.equal(w.apply(x), packed.apply(x))
-    assert torch.equal(w.rows(ids), packed.rows(ids))
+    assert isinstance(twice, KeptTwice)
+    for layer in (w, twice):
+        assert torch.equal(layer.apply(x), packed.apply(x))
+        assert torch.equal(layer.apply(x.repeat(9, 1)), packed.apply(x.repeat(9, 1)))
+        assert torch.equal(layer.rows(ids), packed.rows(ids))
+        assert layer.nbytes == w.nbytes
     assert w.nbytes == 131 * in_features * 3 // 2 + (131 * 2 if bias else 0)
     described = Compressed.take(TensorTake({name: tensor.to("meta") for name, tensor in tensors.items()}), parts)
     assert [t.shape for t in tensors_of(described)] == [t.shape for t in tensors_of(w)]
@@ -104,7 +109,7 @@ def test_compressed_layers_serve_where_they_are_faster(monkeypatch: pytest.Monke
         ("avx512_bf16", torch.bfloat16, "cpu", True),
         ("avx512_bf16", torch.float32, "cpu", False),
         ("avx512_bf16", torch.bfloat16, "cuda", False),
-        ("amx", torch.bfloat16, "cpu", False),
+        ("amx", torch.bfloat16, "cpu", True),
         ("avx512", torch.bfloat16, "cpu", False),
     ):
         monkeypatch.setattr(native, "best_isa", lambda isa=isa: isa)

@@ -8,22 +8,24 @@ from torch import Tensor
 
 from compiled_llm.ops import native
 from compiled_llm.ops.linear import compressed_linear as linear
+from compiled_llm.ops.linear.compressed_linear import CompressedWeight
 from compiled_llm.ops.linear.packed_linear import pack_weight, packed_linear
 from compiled_llm.ops.moe.grouped_linear import pack_weights
-from tests.ops.instruction_sets import skip_without
+from tests.ops.instruction_sets import by_set, skip_without
 
 OP = "compressed_linear_cpu"
-ISA = "avx512_bf16"
-# One row group and several, with words expanded from 25 rows on, other chunks from 65 on, two blocks of rows.
-ROWS = [0, 1, 2, 3, 4, 5, 6, 7, 13, 24, 25, 64, 65, 516, 517]
+# One row group and several, with words expanded from 25 rows on, other chunks from 65 on, two blocks of rows. On tile
+# registers row tiles of 16, groups of two, and blocks.
+ROWS = [0, 1, 2, 3, 4, 5, 6, 7, 13, 16, 17, 24, 25, 32, 33, 64, 65, 516, 517]
 # (out_features, in_features): one of each, less than a tile, whole groups, cut groups, odd K, several chunks of K
-SHAPES = [(1, 1), (17, 20), (64, 64), (65, 88), (64, 172), (100, 77), (130, 300), (192, 259)]
+SHAPES = [(1, 1), (17, 20), (64, 64), (65, 88), (64, 172), (100, 77), (130, 300), (192, 259), (70, 1100)]
 
 
 @pytest.fixture(scope="module")
 def kernels() -> native.Kernels:
     """Of the op, on CPUs that have them."""
-    return skip_without(native.load(OP) if native.libraries_of(OP) else None, ISA)
+    found = native.load(OP) if native.libraries_of(OP) else None
+    return skip_without(found, found.supported_isas()[0] if found is not None else "avx512_bf16")
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -60,7 +62,9 @@ def test_any_bits_come_back(kernels: native.Kernels) -> None:
     assert torch.equal(bits(linear.compressed_rows(compressed, torch.arange(n), n, k)), bits(made))
     finite = torch.where(made.isfinite() & (made.abs() < 1e30), made, 0)
     x = torch.randn(9, k).bfloat16()
-    assert_as_packed(x, finite, None)
+    for isa in kernels.supported_isas():
+        for rows in (9, 40):
+            assert_as_packed(kernels, isa, x.repeat(5, 1)[:rows], finite, linear.compress_weight(finite), None)
 
 
 def test_weights_take_three_quarters(kernels: native.Kernels) -> None:
@@ -72,32 +76,59 @@ def test_weights_take_three_quarters(kernels: native.Kernels) -> None:
     assert 0 < used.sum() < 1e-4 * n * k
 
 
-def assert_as_packed(x: Tensor, made: Tensor, bias: Tensor | None) -> None:
-    n = len(made)
-    got = linear.compressed_linear(x, *linear.compress_weight(made), bias, n)
+def assert_as_packed(
+    kernels: native.Kernels, isa: str, x: Tensor, made: Tensor, compressed: CompressedWeight, bias: Tensor | None
+) -> None:
+    got = kernels.run("compressed_linear", x, *compressed, bias, len(made), isa=isa)
     assert got.is_contiguous()
-    assert torch.equal(bits(got), bits(packed(x, made, bias)))
+    assert torch.equal(bits(got), bits(packed(isa, x, made, bias)))
 
 
-def packed(x: Tensor, made: Tensor, bias: Tensor | None) -> Tensor:
+def packed(isa: str, x: Tensor, made: Tensor, bias: Tensor | None) -> Tensor:
     """On the same instruction set: AMX sums otherwise."""
     found = native.load("linear_cpu")
     assert found is not None
-    return found.run("packed_linear", x, pack_weight(made), bias, len(made), isa=ISA)
+    return found.run("packed_linear", x, pack_weight(made), bias, len(made), isa=isa)
 
 
+@pytest.mark.parametrize("isa", by_set(OP))
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_the_bits_of_packed_weights(kernels: native.Kernels, n: int, k: int, with_bias: bool) -> None:
+def test_the_bits_of_packed_weights(n: int, k: int, with_bias: bool, isa: str) -> None:
+    found = skip_without(native.load(OP) if native.libraries_of(OP) else None, isa)
     made = weight(n, k)
+    compressed = linear.compress_weight(made)
     for rows in ROWS:
         x = torch.randn(rows, k + 3).bfloat16()[:, 1 : k + 1]  # rows apart
-        assert_as_packed(x, made, torch.randn(n).bfloat16() if with_bias else None)
+        bias = torch.randn(n).bfloat16() if with_bias else None
+        assert_as_packed(found, isa, x, made, compressed, bias)
 
 
+def test_large_outputs_have_the_bits_of_packed_weights(kernels: native.Kernels) -> None:
+    """They are written past the caches, where the set does that."""
+    n, k = 160, 96
+    made = weight(n, k)
+    for isa in kernels.supported_isas():
+        assert_as_packed(kernels, isa, torch.randn(600, k).bfloat16(), made, linear.compress_weight(made), None)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 16, 17, 40])
+def test_what_is_kept_twice_has_the_same_bits(kernels: native.Kernels, rows: int) -> None:
+    """Few rows take the compressed weight, more the packed one: here of another matrix, so that it shows."""
+    n, k = 100, 77
+    made, other, bias = weight(n, k), weight(n, k + 1)[:, 1:], torch.randn(n).bfloat16()
+    x, compressed = torch.randn(rows, k).bfloat16(), linear.compress_weight(made)
+    isa = kernels.supported_isas()[0]
+    assert torch.equal(linear.either_linear(x, pack_weight(made), compressed, bias, n), packed(isa, x, made, bias))
+    shown = linear.either_linear(x, pack_weight(other), compressed, bias, n)
+    assert torch.equal(shown, packed(isa, x, made if rows <= 16 else other, bias))
+
+
+@pytest.mark.parametrize("isa", by_set(OP))
 @pytest.mark.parametrize("by_index", [False, True])
-def test_experts_have_the_bits_of_packed_ones(kernels: native.Kernels, by_index: bool) -> None:
+def test_experts_have_the_bits_of_packed_ones(by_index: bool, isa: str) -> None:
     """Experts without rows, with one, with several row groups, and with more than a block of rows."""
+    kernels = skip_without(native.load(OP) if native.libraries_of(OP) else None, isa)
     n, k, counts = 100, 77, [0, 1, 30, 7, 530, 0]
     made = [weight(n, k) for _ in counts]
     compressor = linear.Compressor(n, k, torch.device("cpu"), len(counts))
@@ -108,11 +139,11 @@ def test_experts_have_the_bits_of_packed_ones(kernels: native.Kernels, by_index:
     rows = torch.randint(40, (int(starts[-1]) + 1,), dtype=torch.int32) if by_index else None
     x = torch.randn(40 if by_index else int(starts[-1]), k).bfloat16()
     bias = torch.randn(len(counts), n).bfloat16()
-    got = linear.grouped_compressed_linear(x, compressor.finish(), bias, rows, starts, n)
+    got = kernels.run("grouped_compressed_linear", x, *compressor.finish(), bias, rows, starts, n, isa=isa)
     found = native.load("linear_cpu")
     assert found is not None
     args = x, pack_weights(made), bias, rows, starts, n
-    wanted = found.run("grouped_packed_linear", *args, isa=ISA)
+    wanted = found.run("grouped_packed_linear", *args, isa=isa)
     assert got.shape == wanted.shape
     assert torch.equal(bits(got[2 : starts[-1]]), bits(wanted[2 : starts[-1]]))
     reference = linear.grouped_compressed_linear_reference(x, *compressor.finish(), bias, rows, starts, n)
@@ -196,6 +227,10 @@ def test_torch_knows_the_ops(kernels: native.Kernels, rows: int) -> None:
     compressed = linear.compress_weight(torch.randn(70, 20).bfloat16())
     x = torch.randn(rows, 20).bfloat16()
     torch.library.opcheck(torch.ops.compiled_llm.compressed_linear.default, (x, *compressed, None, 70))
+    torch.library.opcheck(
+        torch.ops.compiled_llm.either_linear.default,
+        (x, pack_weight(torch.randn(70, 20).bfloat16()), *compressed, None, 70),
+    )
     ids = torch.arange(rows)
     experts = [tensor[None] for tensor in compressed]
     starts = torch.tensor([0, rows], dtype=torch.int32)
