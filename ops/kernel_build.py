@@ -38,16 +38,16 @@ _BASES = {
 # The ops with kernels for products of bytes, which an x86 CPU has where it has products of bfloat16.
 _BYTES = ("quantized_linear_a8_cpu",)
 # The ops that serve only where there are products of bfloat16.
-_DOT_ALONE = ("compressed_linear_cpu",)
+_OF_BFLOAT16 = ("compressed_linear_cpu",)
 CALLED = {"compressed_linear_cpu": {"packed_linear": "linear_cpu"}}
-"""What ops call of others: file -> {op: the file that has it}. The library has a function ``use_OP`` for its place."""
+"""What ops call of others, with AMX: file -> {op: its file}. The library has a function ``use_OP`` for its address."""
 # The ops with kernels of their own on ARM.
 _NEON = {
     "attention_cpu": ("neon_bf16", "portable"),
     "linear_cpu": ("neon_bf16", "portable"),
     "quantized_linear_a8_cpu": ("neon_bf16", "neon_dot", "portable"),
 }
-OPS = (*_BASES, *_BYTES, *_DOT_ALONE, "lora_cpu", "parallel_cpu", "recurrent_cpu", "rowwise_cpu", "sampling_cpu")
+OPS = (*_BASES, *_BYTES, *_OF_BFLOAT16, "lora_cpu", "parallel_cpu", "recurrent_cpu", "rowwise_cpu", "sampling_cpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +166,7 @@ def levels() -> tuple[str, ...]:
 
 def isas_of(op: str) -> tuple[str, ...]:
     """The sets that an op has kernels for on machines of this kind, best first; ``amx_in_software`` is for tests."""
-    if op in _DOT_ALONE:
+    if op in _OF_BFLOAT16:
         return ("amx", "avx512_bf16", "amx_in_software") if machine() == "x86_64" else ()
     if machine() == "aarch64":
         return _NEON.get(op, ("portable",))

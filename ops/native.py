@@ -156,7 +156,7 @@ class Kernels:
         return self._library.find_op(name.encode())
 
     def let_call(self, name: str, address: int) -> None:
-        """Its ops may call the op ``name`` of another library, which is at ``address``."""
+        """Its ops may call the op ``name`` of another library, which is at ``address``; it has its own best set."""
         use = getattr(self._library, f"use_{name}")
         use.argtypes, use.restype = (ctypes.c_void_p,), None
         use(address)
@@ -205,12 +205,18 @@ def load(op: str) -> Kernels | None:
     if len(opened) < 2:
         warn_of_missing_compiler(f"{op} runs as plain torch, many times slower")
         return None
+    # Before the ops are registered: from then on they may be called.
+    others = {name: load(file) for name, file in called_by(op).items()}
     kernels = Kernels(op, *opened)
-    for name, file in CALLED.get(op, {}).items():
-        other = load(file)
-        assert other is not None, "both are built with the same compiler, or shipped together"
-        kernels.let_call(name, other.address_of(name))
+    for name, other in others.items():
+        if other is not None:
+            kernels.let_call(name, other.address_of(name))
     return kernels
+
+
+def called_by(op: str) -> dict[str, str]:
+    """What an op calls of others on this machine: op -> the file that has it."""
+    return CALLED.get(op, {}) if _isas(op)[:1] == ["amx"] else {}
 
 
 def warn_of_missing_compiler(cost: str) -> None:

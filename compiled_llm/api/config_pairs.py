@@ -24,6 +24,11 @@ def check_pairs(config: Any) -> None:
             "compress_weights must be None with keep_weights_twice (weights are kept both ways), given "
             f"{config.compress_weights!r}"
         )
+    if config.keep_weights_twice and config.weights_path is not None:
+        raise ValueError(
+            "weights_path must be None with keep_weights_twice (whole layers are read ahead of a step, which takes one "
+            f"of both), given {config.weights_path!r}"
+        )
     if config.weights_path is None and config.weights_bytes is not None:
         raise ValueError(f"weights_bytes must be None without weights_path, given {config.weights_bytes}")
     if config.cpu_offload_gb:

@@ -120,6 +120,7 @@ def _own_arguments(config: EngineConfig, wanted: SpeculativeConfig, target: Mode
         quantization_activations="auto",
         # True might refuse a small draft model.
         compress_weights=False if config.compress_weights is False else None,
+        keep_weights_twice=False,  # a small one stays in caches
         sliding_window=None,
         attention_sink_tokens=0,
         num_state_slots=None,

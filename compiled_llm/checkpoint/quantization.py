@@ -62,12 +62,11 @@ def plain_kind(
             f"built the kernels, given True for {str(dtype)[6:]} on {device}: leave it out"
         )
     compress = config.compress_weights
-    # With tile registers steps of more than 16 tokens are faster with packed weights.
-    if compress is None and native.best_isa() == "amx":
-        compress = False
     if compress is not False and Compressed.serves(device, dtype):
         # A thread takes 64 outputs at a time, of which some layers have hidden_size: with less, some would have none.
         is_shared = model_config.hidden_size >= GROUP * (config.num_threads or granted_cores())
+        # With tile registers steps of more than 16 tokens are faster with packed weights.
+        is_shared = is_shared and native.best_isa() != "amx"
         if compress or (is_shared and bytes_of_layers(model_config, dtype) + num_bytes_between > IN_CACHES):
             return Compressed
     elif compress:
@@ -111,6 +110,11 @@ def linears_of(
                 f"keeps all that it could round quantised ({described(json.loads(model_config.published))}), and they "
                 "stay as they are: leave it out"
             )
+    if config.keep_weights_twice and (isinstance(linears, Quantizing) or model_config.published):
+        raise ValueError(
+            "keep_weights_twice must be False where weights are quantised (quantization, or the checkpoint), given "
+            "True: leave it out"
+        )
     linears = published(model_config, linears)
     asked = config.quantization_activations
     is_file = isinstance(linears, Published) and linears.plan.method == "gguf"

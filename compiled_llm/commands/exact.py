@@ -39,6 +39,7 @@ _ENGINE_ARGUMENTS = (
     "dtype",
     "quantization",
     "compress_weights",
+    "keep_weights_twice",
     "device",
     "seed",
     "max_lora_rank",

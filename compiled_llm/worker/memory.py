@@ -465,7 +465,7 @@ def check_room_for_weights(
     largest = max(*of_experts, *(linear.nbytes for linear in linears(weights)))
     needed = num_bytes(weights) - elsewhere + kind.bytes_while_taking(largest) + (largest if elsewhere else 0)
     if are_mapped:
-        needed += max(layer.nbytes for layer in linear_layers(weights)) - num_bytes(tuple(linear_layers(weights)))
+        needed += max(num_bytes(layer) for layer in linear_layers(weights)) - num_bytes(tuple(linear_layers(weights)))
     needed += largest if config.load_format == "dummy" else 0  # a tensor is made as a whole
     if needed > (free := free_bytes(device) // ranks):
         raise ValueError(

@@ -27,11 +27,11 @@ constexpr int64_t CHUNK = 128;       // words of a chunk: 24 KiB, expanded 32 Ki
 constexpr int64_t FEW_ROWS = 64;     // up to so many rows chunks are shorter,
 constexpr int64_t FEW_CHUNK = 64;    // of so many words: 12 KiB, so that L1 has the next chunk as well
 constexpr int64_t FEW_GROUPS = 4;    // up to so many row groups each decompress the words; with more, the first keeps them
-constexpr int64_t TILED_ROW_BLOCK = 512;      // and with tile registers
 constexpr int64_t ROW_BLOCK = 86 * ROWS;      // rows, of which a chunk, 258 KiB, and the sums, 129 KiB, stay in L2
 constexpr int64_t AHEAD = 43;                 // words, 8 KiB: more than 100 ns of work
-constexpr int64_t TILED_CHUNK = 256, FEW_TILED_CHUNK = 64;  // words: 32 and 8 KiB, expanded, which L1 has twice
-constexpr int64_t TILED_BLOCK_BYTES = 5 << 18;  // of activations, with tile registers, which stay in L2
+constexpr int64_t TILED_CHUNK = 256, FEW_TILED_CHUNK = 64;  // words, of half a group expanded 32 KiB and 8
+constexpr int64_t TILED_ROW_BLOCK = 512, TILED_BLOCK_BYTES = 5 << 18;  // with tile registers: rows, and their bytes
+static_assert(TILED_CHUNK * GROUP / 2 <= CHUNK * GROUP && TILED_ROW_BLOCK <= ROW_BLOCK);
 constexpr int64_t STREAM_BYTES = 1 << 17;    // of output: more is written past the caches
 constexpr int64_t GRAIN_FLOPS = 1 << 18;     // for less, waking a thread takes longer than the work
 constexpr int64_t PIECES = 8;                // of the weights, for each thread, where they come from memory
@@ -207,7 +207,7 @@ void multiply(const Kernels& kernels, const std::vector<Layer>& layers) {
   std::atomic<size_t> free = 0;
   parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     alignas(64) float sums[ROW_BLOCK * GROUP];
-    alignas(64) uint32_t expanded[2 * 256 * GROUP];
+    alignas(64) uint32_t expanded[CHUNK * GROUP];
     for (size_t after, next = free++; next < pieces.size(); next = after) {
       const Piece& piece = pieces[next];
       const auto [row, rows, x] = rows_of(piece);
@@ -290,7 +290,9 @@ Direct packed_linear = nullptr;
 
 Tensor either_linear(const Tensor& x, const Tensor& packed, const Tensor& words, const Tensor& tables,
                      const Tensor& exceptions, const OptionalTensor& bias, int64_t out_features) {
-  if (x.dim() == 2 && x.size(0) <= TILE) return compressed_linear(x, words, tables, exceptions, bias, out_features);
+  // A thread takes 64 outputs of compressed weights at a time: where there are more threads some would have none.
+  if (x.dim() == 2 && x.size(0) <= TILE && (out_features + GROUP - 1) / GROUP >= num_threads())
+    return compressed_linear(x, words, tables, exceptions, bias, out_features);
   CHECK_VALUE(packed_linear != nullptr, "either_linear: the library of packed_linear is not loaded");
   Slot result;
   const void* const arguments[] = {&x, &packed, &bias, &out_features};

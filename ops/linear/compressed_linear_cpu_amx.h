@@ -57,50 +57,10 @@ struct Fetch {
   }
 };
 
-// Up to 16 rows: sums stay in tiles 0 to 3. Each step is decompressed while the one before is multiplied.
-TARGET void multiply_few(const TileWork& work) {
-  constexpr int64_t STRIDE = STEP * TILE, QUARTER = STEP / 4, ROW = GROUP * sizeof(float);
-  TILES tiles;
-  Decompress<0, GROUP_TILES> decompress(work);
-  Fetch fetch = {work, AHEAD};
-  const auto part = [&](int64_t quarter, uint32_t* to) TARGET __attribute__((always_inline)) {
-    fetch(QUARTER);
-    decompress(QUARTER, to + quarter * QUARTER * TILE, STRIDE);
-  };
-  decompress(STEP, work.expanded, STRIDE);
-  tiles.template zero<0>();
-  tiles.template zero<1>();
-  tiles.template zero<2>();
-  tiles.template zero<3>();
-  const uint32_t* x = work.x;
-  for (int64_t word = 0, at = 0; word < work.words; word += STEP, at ^= 1, x += work.finish.rows * TILE) {
-    const uint32_t* const w = work.expanded + at * STEP * GROUP;
-    uint32_t* const next = work.expanded + (at ^ 1) * STEP * GROUP;
-    tiles.template load<4>(x, LINE);
-    tiles.template load<6>(w, LINE);
-    tiles.template multiply<0, 4, 6>();
-    part(0, next);
-    tiles.template load<7>(w + STRIDE, LINE);
-    tiles.template multiply<1, 4, 7>();
-    part(1, next);
-    tiles.template load<6>(w + 2 * STRIDE, LINE);
-    tiles.template multiply<2, 4, 6>();
-    part(2, next);
-    tiles.template load<7>(w + 3 * STRIDE, LINE);
-    tiles.template multiply<3, 4, 7>();
-    part(3, next);
-  }
-  tiles.template store<0>(work.sums, ROW);
-  tiles.template store<1>(work.sums + TILE, ROW);
-  tiles.template store<2>(work.sums + 2 * TILE, ROW);
-  tiles.template store<3>(work.sums + 3 * TILE, ROW);
-  finish(work.finish);
-}
-
 // Half a group: two tiles of outputs, a line of each row.
 constexpr int64_t HALF_TILES = GROUP_TILES / 2, HALF = HALF_TILES * TILE;
 
-// Outputs of half a group that are complete.
+// Outputs of half a group that are complete, of up to two row tiles: rounded as packed_linear rounds them.
 struct Lines {
   Finish of = {};
   Vec bias[HALF_TILES] = {};
@@ -132,6 +92,48 @@ struct Lines {
   }
 };
 
+// Up to 16 rows: sums stay in tiles 0 to 3. Each step is decompressed while the one before is multiplied.
+TARGET void multiply_few(const TileWork& work) {
+  constexpr int64_t STRIDE = STEP * TILE, QUARTER = STEP / 4, ROW = HALF * sizeof(float);
+  TILES tiles;
+  Decompress<0, GROUP_TILES> decompress(work);
+  Fetch fetch = {work, AHEAD};
+  const auto part = [&](int64_t quarter, uint32_t* to) TARGET __attribute__((always_inline)) {
+    fetch(QUARTER);
+    decompress(QUARTER, to + quarter * QUARTER * TILE, STRIDE);
+  };
+  decompress(STEP, work.expanded, STRIDE);
+  tiles.template zero<0>();
+  tiles.template zero<1>();
+  tiles.template zero<2>();
+  tiles.template zero<3>();
+  const uint32_t* x = work.x;
+  for (int64_t word = 0, at = 0; word < work.words; word += STEP, at ^= 1, x += work.finish.rows * TILE) {
+    const uint32_t* const w = work.expanded + at * STEP * GROUP;
+    uint32_t* const next = work.expanded + (at ^ 1) * STEP * GROUP;
+    tiles.template load<4>(x, LINE);
+    tiles.template load<6>(w, LINE);
+    tiles.template multiply<0, 4, 6>();
+    part(0, next);
+    tiles.template load<7>(w + STRIDE, LINE);
+    tiles.template multiply<1, 4, 7>();
+    part(1, next);
+    tiles.template load<6>(w + 2 * STRIDE, LINE);
+    tiles.template multiply<2, 4, 6>();
+    part(2, next);
+    tiles.template load<7>(w + 3 * STRIDE, LINE);
+    tiles.template multiply<3, 4, 7>();
+    part(3, next);
+  }
+  float* const second = work.sums + TILE * HALF;
+  tiles.template store<0>(work.sums, ROW);
+  tiles.template store<1>(work.sums + TILE, ROW);
+  tiles.template store<2>(second, ROW);
+  tiles.template store<3>(second + TILE, ROW);
+  Lines(work, 0, work.sums, 0)(TILE);
+  if (work.finish.columns > HALF) Lines(work, 1, second, 0)(TILE);
+}
+
 // What is done beside products, a part before each 16 pairs: the words that are multiplied next are decompressed, those of
 // the next chunk fetched, and outputs rounded.
 template <class Decompress>
@@ -139,14 +141,16 @@ struct Meanwhile {
   static constexpr int64_t ROWS = 4;
   Decompress& decompress;
   Fetch& fetch;
-  const int64_t words, fetched;  // of a chunk, and each time
+  const int64_t words, fetched;  // of a chunk; that are fetched each time,
+  int64_t& to_fetch;             // while some are left
   Lines& lines;
   uint32_t* to;
   int64_t left = 0;  // words to decompress
 
   INLINE void operator()() {
     if (left > 0) part();
-    if (fetched > 0) fetch(fetched);
+    if (to_fetch > 0) fetch(fetched);
+    to_fetch -= fetched;
     lines(ROWS);
   }
   INLINE void part() {
@@ -169,9 +173,10 @@ TARGET void multiply_many(const TileWork& work) {
     own = std::min(work.chunk, words - word);
     const bool last = word + own == words;
     const int64_t times = halves * row_groups * own / STEP, fetched = (own + times - 1) / times;
+    int64_t to_fetch = own;
     const auto multiply_half = [&](int64_t half, auto& decompress) TARGET __attribute__((always_inline)) {
-      Meanwhile<std::remove_reference_t<decltype(decompress)>> meanwhile = {decompress, fetch, own, fetched, lines,
-                                                                            work.expanded, own};
+      Meanwhile<std::remove_reference_t<decltype(decompress)>> meanwhile = {
+          decompress, fetch, own, fetched, to_fetch, lines, work.expanded, own};
       meanwhile.part();
       for (int64_t row = 0; row < rows; row += 2 * TILE) {
         float* const sums = work.sums + half * half_sums + row * HALF;

@@ -56,7 +56,7 @@ struct TileWork {
   Group group;
   const uint8_t* next;  // the words that the thread takes after those of the group
   float* sums;          // room for [rows, GROUP], with the rows that were filled up
-  uint32_t* expanded;   // room for two chunks, [2, chunk, GROUP], aligned to a cache line
+  uint32_t* expanded;   // room for a chunk, [chunk, GROUP / 2], or two steps, [2, TILE, GROUP]; aligned to a cache line
   int64_t chunk;        // words of a chunk, a multiple of TILE
   Finish finish;
 };

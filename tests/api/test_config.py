@@ -87,6 +87,11 @@ def test_messages_say_what_is_allowed_and_what_was_given() -> None:
         ({"enable_prefix_caching": 1}, "enable_prefix_caching must be True or False, given 1"),
         ({"async_scheduling": "yes"}, "async_scheduling must be True, False or None, given 'yes'"),
         ({"compress_weights": "yes"}, "compress_weights must be True, False or None, given 'yes'"),
+        (
+            {"compress_weights": True, "keep_weights_twice": True},
+            "compress_weights must be None with keep_weights_twice",
+        ),
+        ({"weights_path": "kept", "keep_weights_twice": True}, "weights_path must be None with keep_weights_twice"),
         ({"max_grammar_seconds": 0}, "max_grammar_seconds must be a number from 0.01 to 3600, given 0"),
         ({"logits_transforms": "json:dumps"}, "logits_transforms must be a list, given 'json:dumps'"),
     ]:

@@ -120,6 +120,12 @@ def test_what_cannot_be_compressed_is_refused(arguments: dict[str, str], given: 
         CompiledEngine(compress_weights=True, **arguments)
 
 
+@pytest.mark.skipif(not SERVES_TWICE, reason="for CPUs with AMX")
+def test_quantised_weights_are_not_kept_twice() -> None:
+    with pytest.raises(ValueError, match="keep_weights_twice must be False where weights are quantised"):
+        CompiledEngine(keep_weights_twice=True, quantization="int8")
+
+
 def test_what_cannot_be_kept_twice_is_refused() -> None:
     with pytest.raises(ValueError, match=r"keep_weights_twice must be False .* given True for float32 on cpu"):
         CompiledEngine(keep_weights_twice=True, dtype="float32")
