@@ -67,7 +67,10 @@ class FeatureCache(NamedTuple):
 
 
 class HiddenCache(NamedTuple):
-    """What features are made of once they are read, in the place of a ``FeatureCache``."""
+    """What features are made of once they are read, in the place of a ``FeatureCache``.
+
+    Or what goes into the model's last layer (``last_layer.py``), which gives what they are made of.
+    """
 
     hidden: Tensor  # [B, S, *]
 

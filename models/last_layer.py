@@ -3,7 +3,8 @@
 A layer for multi-token prediction reads what the last layer gives at each token of a prompt, and a step needs that at
 the tokens alone whose logits it computes (``last_rows.py``). So steps keep what goes into the last layer, and the rest
 is computed when the layer that guesses begins to read a prompt, which it may never do. The last layer's keys and values
-are in the KV cache by then: nothing is written there. A row has the bits that it would have had in the step.
+are in the KV cache by then: no request's are written. A row has the bits that it would have had in the step, where
+numbers are the same in any batch (docs/exact.md).
 """
 
 import dataclasses
@@ -11,7 +12,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
@@ -79,6 +79,7 @@ def _through(
     step: StepInput,
     cache: LayerCache,
 ) -> Tensor:
-    # Its keys and values come out once more, and go to slot 0, as padding's: no request reads that.
-    step = step._replace(slot_mapping=torch.zeros_like(step.slot_mapping))
+    # Its keys and values come out once more, and go to the sink, the first block: no request reads that. Each to the
+    # slot that it has in its own block: if all had one, all cores would write to it.
+    step = step._replace(slot_mapping=step.slot_mapping % cache.k.shape[2])
     return forward(with_stream(weights, inputs), step, (cache,), config, layers)

@@ -83,7 +83,6 @@ class CompiledSteps:
         hidden: ``[T, D]`` on the device: what the head took in the last step, of all its tokens, or of those that it
             kept. Of a stage before the next step: what that begins with.
         keeps_all_rows: whether each step keeps all; as it is, a CPU's do where a drafter or prompts need them.
-        taps: the layers whose inputs a drafter reads (``HeadFamily.taps``).
         taken: ``[T, taps * D]``, the inputs of layers that a drafter reads; None where it reads none, or its cache has
             them.
         cache: where compiled functions are kept on disk; None before ``compile``, and where they are not kept.
@@ -118,7 +117,7 @@ class CompiledSteps:
         # A recorded graph has one size, and features are kept of all tokens of a bucket.
         has_features = drafter is not None and bool(drafter[1]) and isinstance(drafter[1][-1], FeatureCache)
         pads = device.type != "cpu" or graph_pool is not None or has_features
-        self.taps = () if drafter is None else drafter[0].taps
+        self._taps = () if drafter is None else drafter[0].taps
         self._keeps_hidden = drafter is not None and bool(drafter[1]) and isinstance(drafter[1][-1], HiddenCache)
         self.keeps_all_rows = False
         reads_all = drafter is not None and drafter[0].reads_every_row(model_config.num_layers)
@@ -134,8 +133,8 @@ class CompiledSteps:
         sizes = StepSizes.of(limits, device, self.uses_trees)
         mark_sizes(self.last_tokens, sizes.most_rows)
         mark_sizes(self.hidden, sizes.most_tokens)
-        is_taken = bool(self.taps) and not self._keeps_hidden
-        self.taken = _buffer_of_taps(self.hidden, len(self.taps), sizes) if is_taken else None
+        is_taken = bool(self._taps) and not self._keeps_hidden
+        self.taken = _buffer_of_taps(self.hidden, len(self._taps), sizes) if is_taken else None
         for table in weights.ropes if model_config.ropes else ():  # those of transformers' code are other constants
             if len(table) == limits.max_model_len:  # a row for each position
                 mark_sizes(table, sizes.positions)
@@ -443,7 +442,7 @@ class CompiledSteps:
         # Where one graph serves all buckets, it serves any: the ops of a CPU ask for no bound.
         most = _NO_BOUND if self._name(bucket) == "step" else bucket.max_query_len
         of_all = self.model_config, most, self._exact_attention
-        return functools.partial(step_function, *of_all, self._windows, self.taps)
+        return functools.partial(step_function, *of_all, self._windows, self._taps)
 
     def _depends(self) -> Fields:
         """What a step depends on."""

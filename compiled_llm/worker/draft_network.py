@@ -84,7 +84,8 @@ class DraftPlan(NamedTuple):
 
     @property
     def keeps_hidden(self) -> bool:
-        """Whether it keeps what features are made of, and makes them when they are read.
+        """Whether it keeps what features are made of, or what goes into a last layer that gives that (``last_layer``
+        of a ``DraftNetwork``), and makes them when they are read.
 
         On a CPU: most tokens are never drafted after, and the model's steps need not compute anything for it. A GPU
         keeps features, which take a third of the memory.

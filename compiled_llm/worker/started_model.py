@@ -496,9 +496,7 @@ class StartedModel:
 
         known: tuple[bytes, ...] | None = None
         if config.has_files and self.num_ranks == 1:  # else those of all ranks are the engine's
-            of_model = self.model_config, self.dtype, self.exact, self._directory, self._drafter
-            of_blocks = self.swap_space.layout, self.swap_space.pools, self.steps.taps
-            self.files = open_files(config, *of_model, self.device, *of_blocks)
+            self.files = self._open_files(config)
             contents, known = (self.files.folder.key.hex(),), tuple(self.files.folder.known)
         try:
             sizes = num_blocks, self.swap_space, contents
@@ -513,3 +511,11 @@ class StartedModel:
             *with_blocks, _ = self.steps.cache_groups()
             self.pool_pages = PoolPages([tensor for group in with_blocks for tensor in group])
         return dataclasses.replace(found, blocks_on_disk=known)
+
+    def _open_files(self, config: EngineConfig) -> FileThread:
+        """Those of a process by itself, which may keep something else of a token than others: see ``_last_layer``."""
+        drafting = self.steps.drafting
+        own = drafting.network.last_layer if isinstance(drafting, NetworkStage) else None
+        of_model = self.model_config, self.dtype, self.exact, self._directory, self._drafter
+        of_blocks = self.swap_space.layout, self.swap_space.pools
+        return open_files(config, *of_model, self.device, *of_blocks, None if own is None else own.number)

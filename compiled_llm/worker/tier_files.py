@@ -90,20 +90,21 @@ def open_files(
     device: torch.device,
     layout: Layout,
     pools: Sequence[Tensor],
-    taps: Sequence[int] = (),
+    last_layer: int | None = None,
 ) -> FileThread:
     """The files of ``kv_disk_path`` that are this engine's, looked at once; or other engines. See ``folder_key``.
 
     Args:
         model_config, dtype, exact: as of a ``StartedModel``; directory: of the model.
         layout, pools: as of a ``SwapSpace``; of ranks, those that all have in common.
-        taps: the layers whose inputs blocks have for a network that drafts; arguments that say nothing else decide.
+        last_layer: number of the model's last layer, if blocks have what goes into it for a network that drafts. That
+            is for an engine to choose; what else a network reads follows from its config.
 
     Raises:
         ValueError: there is no key for engines to know each other by, or too short a one; or no room for a file.
     """
     drafters = () if drafter is None else (drafter,)
-    facts = model_config, dtype, exact, *(one.model_config for one in drafters), *taps
+    facts = model_config, dtype, exact, last_layer, *(one.model_config for one in drafters)
     directories = directory, *(one.directory for one in drafters)
     key = folder_key(config, facts, directories, device, layout, any_ranks=config.transfers)
     *of_blocks, state_bytes = map(row_bytes, layout)

@@ -209,6 +209,7 @@ LAST_LAYER = Checks(
     ),
     load_torch=True,
 )
+KEYS = Checks(("tests/worker/test_tier_files.py",), load_torch=True)
 POOL_PAGES = Checks(("tests/worker/test_pool_pages.py",), load_torch=True)
 COPIES = Checks(("tests/ops/test_swap.py::test_round_trip[mixed-(2, 3, 7)-cpu]",), load_torch=True)
 BLOCK_COPIES = Checks(("tests/ops/test_swap.py::test_copies_within_the_pool",), load_torch=True)
@@ -1273,7 +1274,7 @@ _PLANTED = """
         the last layer reads a stream that begins anew
             _through: with_stream(weights, inputs) => with_stream(weights, inputs * 0)
         the last layer is computed as if it wrote to the cache
-            _through: torch.zeros_like(step.slot_mapping) => step.slot_mapping + 4
+            _through: step.slot_mapping % cache.k.shape[2] => step.slot_mapping + 4
     worker.head_stage, LAST_LAYER
         a layer that guesses takes rows of logits for tokens
             LastLayerStage._has_all_rows_of: self._step.has_all(output) => True
@@ -1292,6 +1293,12 @@ _PLANTED = """
     worker.started_model, LAST_LAYER
         what adapters change is left out where the last layer is computed later
             StartedModel._last_layer: self.adapters is None => True
+    worker.started_model, KEYS
+        the key of a process has an EAGLE-3 head's layers, which that of ranks has not
+            StartedModel._open_files: None if own is None else own.number => drafting.network.taps
+    worker.tier_files, KEYS
+        blocks with what goes into the last layer are taken for those with what it gives
+            open_files: last_layer => None
     worker.pool_pages, POOL_PAGES
         blocks are asked for as if none had been used
             PoolPages.ask: used + self._ahead => self._ahead

@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm.scheduling.host_blocks import MoveCosts
 from compiled_llm.worker.head_stage import HeadStage, LastLayerStage
 from compiled_llm.worker.memory import num_bytes
 from compiled_llm.worker.started_model import StartedModel
 from tests.drafting_networks import Drafted, record_drafts
 from tests.e2e.test_draft_model import SMALL, SWAP, Work, facts, random_work, serve
 from tests.e2e.test_last_rows import rows_of
+from tests.e2e.test_tiers import prompts_of, tokens
 from tests.mtp_checkpoints import FAMILIES, expected_drafts, guessing_checkpoint
 
 PROMPT = [3, 50, 7, 9, 11, 70, 2]
@@ -210,6 +212,28 @@ def test_a_prompts_last_layer_computes_one_row_beside_it(tmp_path: Path) -> None
     (of_plain, of_scored), of_all = found[0], len(PROMPT)
     assert of_plain[1] > of_scored[1]
     assert of_plain[of_all] == of_scored[of_all] - 3, "the last layer's output, and both of its MLP"
+
+
+@pytest.mark.filterwarnings("ignore:.*the language model has no such parts")
+def test_files_have_what_goes_into_the_last_layer_or_what_it_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine whose weights are mapped from a file keeps the latter, and none reads files of the other kind."""
+    monkeypatch.setattr(MoveCosts, "pays", lambda *_: True)
+    model = str(guessing_checkpoint("qwen3.5", tmp_path / "model", 0.3, 20.0))
+    tiers = {"kv_host_bytes": 2**21, "kv_disk_path": str(tmp_path / "kv"), "num_kv_blocks": 40, "dtype": "float32"}
+    mapped, prompts = {"weights_path": str(tmp_path / "weights")}, prompts_of(2, 42)
+    results, hits = [], []
+    for arguments in ({}, mapped, {}, mapped):
+        with CompiledEngine(model, **SMALL | tiers | arguments, speculative_config=CONFIG) as engine:
+            assert isinstance(engine.own_runner.steps.drafting, LastLayerStage) == (not arguments)
+            found = record_drafts(engine)
+            results.append((tokens(engine, prompts), found))
+            hits.append(engine.stats().disk_hit_tokens)
+    assert len(results[0][1]) > 4
+    assert all(result == results[0] for result in results)
+    assert [bool(one) for one in hits] == [False, False, True, True]
+    assert len(list((tmp_path / "kv").iterdir())) == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*the language model has no such parts")

@@ -54,6 +54,7 @@ def test_it_has_the_bits_that_it_has_in_a_step(name: str) -> None:
     assert torch.equal(some, hidden[rows])
     for tensor, known in zip(tensors(cache), before, strict=True):  # nothing but the slots that nobody reads
         assert torch.equal(tensor[1:].nan_to_num(7.0), known[1:].nan_to_num(7.0))
+    assert not any(tensor[0].isnan().any() for tensor in tensors(cache[-1])), "not all of them go to one slot"
 
 
 def test_a_layer_whose_keys_are_gone_does_not_wait() -> None:
