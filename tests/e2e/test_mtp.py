@@ -228,10 +228,15 @@ def test_files_have_what_goes_into_the_last_layer_or_what_it_gives(
         with CompiledEngine(model, **SMALL | tiers | arguments, speculative_config=CONFIG) as engine:
             assert isinstance(engine.own_runner.steps.drafting, LastLayerStage) == (not arguments)
             found = record_drafts(engine)
-            results.append((tokens(engine, prompts), found))
+            results.append((tokens(engine, prompts), {one.token_ids: one.drafts for one in found}))
             hits.append(engine.stats().disk_hit_tokens)
-    assert len(results[0][1]) > 4
-    assert all(result == results[0] for result in results)
+    first, again = results[0][1], results[2][1]
+    assert results[:2] == [results[0]] * 2
+    assert results[2:] == [results[2]] * 2
+    assert results[2][0] == results[0][0]
+    # What is read from files takes other steps, but what is guessed behind the same tokens is the same.
+    assert len(both := first.keys() & again.keys()) > 2
+    assert all(first[known] == again[known] for known in both)
     assert [bool(one) for one in hits] == [False, False, True, True]
     assert len(list((tmp_path / "kv").iterdir())) == 2
 
