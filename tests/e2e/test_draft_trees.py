@@ -72,7 +72,7 @@ def test_keys_are_those_of_a_run_without_trees(kind: str) -> None:
         drafted = served(engine)
         stats = engine.stats()
     assert drafted[:2] == (tokens, logprobs)
-    assert drafted[3] > 5
+    assert drafted[3] > 3  # how many it is depends on the tokens, and these on the kernels
     assert stats.num_steps < len(tokens)
     count = min(len(held[0]), len(drafted[2][0]))
     assert count > 8
