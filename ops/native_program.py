@@ -1,8 +1,8 @@
 """Several calls of ops in one: a CPU runs them one after the other, without Python and without torch between them.
 
 torch takes 2 us to find what an op of three arguments calls, and 5 us for one of ten: for a small model that is a fifth
-of a step. A program has the calls with their arguments as C++ wants them (``cpu/program_cpu.cpp``). The interpreter's
-lock is free while it runs.
+of a step. A program has the calls with their arguments as C++ wants them (``cpu/program_cpu.cpp``). Between ops it may
+make empty tensors, and call functions that torch's compiler has built. The interpreter's lock is free while it runs.
 
 Tensors lie in numbered slots: first the inputs, then what the steps make.
 """
@@ -12,7 +12,8 @@ import functools
 import itertools
 import struct
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,13 @@ from compiled_llm.ops.torch_private import op_without_python
 
 # An argument: its kind, by its number in program_cpu.cpp, and a value.
 KINDS = ("Tensor", "Optional[Tensor]", "int", "size", "float", "bool", "str")
-VIEW = ""  # in the place of an op's name
+VIEW, EMPTY = "", "empty"  # in the place of an op's name
+# Of an empty tensor, by its number in program_cpu.cpp.
+DTYPES = (
+    *("bool", "uint8", "int8", "int16", "int32", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "float8_e4m3fn"),
+)
+MOST_ARGUMENTS = 32  # of an op or a kernel
 
 LIBRARY.define("run_program(int program, int bound, Tensor[] inputs, int[] sizes) -> Tensor[]")
 
@@ -35,6 +42,8 @@ class Step(NamedTuple):
 
     Attributes:
         op: its name; ``VIEW``: of ``arguments`` the first is a tensor, then come sizes, strides and an offset.
+            ``EMPTY``: the first is the number of a dtype, then come sizes and strides. With a dot in it: a kernel of
+            torch's compiler, which takes the memory of tensors, and sizes.
         arguments: (kind, value): the slot of a tensor (-1: none), the place of a size among ``sizes``, or a value.
         results: slots that it writes.
         last: slots that no later step uses.
@@ -97,8 +106,8 @@ class BoundRun:
         self._is_filled = False
 
     def __call__(self, arguments: list[Tensor], others: list[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        if self._is_filled and others:  # torch finds the op by a tensor, so there must be one
-            return _run()(self._made, self._bound, others, sizes)
+        if self._is_filled:  # torch finds the op by a tensor, so there must be one
+            return _run()(self._made, self._bound, others or arguments[:1], sizes)
         outputs = _run()(self._made, self._bound, arguments + others, sizes)
         self.held, self._is_filled = arguments, True
         return outputs
@@ -109,24 +118,36 @@ def _run() -> Callable:
     return op_without_python(torch.ops.compiled_llm.run_program.default)
 
 
-def prepare(program: Program) -> Run | None:
-    """None without a C++ compiler. Kernels that it needs are built and loaded."""
+def prepare(program: Program, kernels: Mapping[str, int] = MappingProxyType({})) -> Run | None:
+    """None without a C++ compiler. The ops' kernels that it needs are built and loaded.
+
+    ``kernels``: the addresses of the others, by the names of their steps.
+    """
     library, texts = _library(), list[str]()
     if library is None:
         return None
-    addresses = {op: address for op in {step.op for step in program.steps} if (address := _address(op)) is not None}
-    if any(step.op not in addresses for step in program.steps):
-        return None
+    addresses = dict(kernels)
+    for op in {step.op for step in program.steps} - set(addresses):
+        if (address := _address(op)) is None:
+            return None
+        addresses[op] = address
     words = [program.num_slots, program.num_inputs, program.num_arguments, len(program.outputs), *program.outputs]
     words.append(len(program.steps))
     for step in program.steps:
         arguments = [_word(kind, value, texts) for kind, value in step.arguments]
-        words += [addresses[step.op], len(arguments), *itertools.chain(*arguments)]
+        words += [_kind_of(step), addresses[step.op], len(arguments), *itertools.chain(*arguments)]
         words += [len(step.results), *step.results, len(step.last), *step.last]
     of_texts = (ctypes.c_char_p * len(texts))(*(text.encode() for text in texts))
     made = library.make_program((ctypes.c_int64 * len(words))(*words), of_texts, len(texts))
     assert made, "no op has so many arguments"
     return Run(library, made)
+
+
+def _kind_of(step: Step) -> int:
+    """By its number in program_cpu.cpp."""
+    if step.op in (VIEW, EMPTY):
+        return 1 + (step.op == EMPTY)
+    return 3 if "." in step.op else 0
 
 
 def _word(kind: str, value: Any, texts: list[str]) -> tuple[int, int]:
@@ -141,7 +162,7 @@ def _word(kind: str, value: Any, texts: list[str]) -> tuple[int, int]:
 
 def _address(op: str) -> int | None:
     """Of the function that computes an op."""
-    if op == VIEW:
+    if op in (VIEW, EMPTY):
         return 0
     kernels = native.load(CPU_KERNELS[op])
     return None if kernels is None else kernels.address_of(op)

@@ -7,6 +7,7 @@ start that finds everything compiled.
 """
 
 import contextlib
+import ctypes
 import functools
 import importlib.util
 import os
@@ -50,6 +51,13 @@ def load_kernel(library: Path) -> Callable:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.kernel
+
+
+def kernel_address(library: Path) -> int:
+    """Of the C++ function in a library that ``load_kernel`` has loaded, which takes pointers and sizes."""
+    address = ctypes.cast(ctypes.CDLL(str(library)).kernel, ctypes.c_void_p).value
+    assert address is not None
+    return address
 
 
 def op_without_python(overload: Any) -> Callable:

@@ -20,7 +20,7 @@ from compiled_llm.compiling.argument_specs import examples_of, tensors_in
 from compiled_llm.compiling.costs import CostMeter
 from compiled_llm.compiling.cut_graph import cut_graph
 from compiled_llm.compiling.native_runs import native_runs
-from compiled_llm.compiling.ready_code import run_program
+from compiled_llm.compiling.ready_code import native_piece_of, run_program
 from compiled_llm.ops.torch_private import (
     compiler_counters,
     cpp_seconds,
@@ -122,9 +122,11 @@ class CutFunction:
         cut = cut_graph(module)
         compiled = {name: compile_part(*piece, _OPTIONS) for name, piece in cut.pieces.items()}
         self.source, self.results = cut.source, {name: result for name, (_, result) in compiled.items()}
-        self.native = native_runs(self.source)
+        native = {name: found for name, result in self.results.items() if (found := native_piece_of(result))}
+        self.native = native_runs(self.source, {name: piece for name, (piece, _) in native.items()})
         pieces = {name: _of_list(function) for name, (function, _) in compiled.items()}
-        self._call = run_program(self.source, pieces, self.native)
+        libraries = {f"{name}.{kernel}": path for name, (_, paths) in native.items() for kernel, path in paths.items()}
+        self._call = run_program(self.source, pieces, self.native, libraries)
 
     def __call__(self, *inputs: Any) -> Any:
         return self._call(*inputs)

@@ -1,35 +1,44 @@
 """The program of a cut graph, with what lies between its pieces as native programs (``ops/native_program.py``).
 
-A *run* is several statements, one after the other, that call ops with C++ kernels or make views. It becomes one call,
-whose inputs are arguments of the graph, others, and sizes::
+A *run* is several statements, one after the other, that call ops with C++ kernels or make views, and pieces that are
+made of such calls (``native_pieces.py``). It becomes one call, whose inputs are arguments of the graph, others, and
+sizes::
 
     b7, b9, = run_0([a2, a3], [b0, b1], (s0, 8*s0))
 """
 
 import ast
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
+from compiled_llm.compiling.native_pieces import EMPTY as _EMPTY
+from compiled_llm.compiling.native_pieces import VIEW_OF as _VIEW
+from compiled_llm.compiling.native_pieces import NativePiece, dtype_of, inlined
 from compiled_llm.ops.library import CPU_KERNELS
-from compiled_llm.ops.native_program import KINDS, VIEW, Program, Step
+from compiled_llm.ops.native_program import DTYPES, EMPTY, KINDS, VIEW, Program, Step
 
 _OPS = "torch.ops.compiled_llm."
-_VIEW = "reinterpret_tensor"
 
 
 class NativeRuns(NamedTuple):
-    """``source``: the program of a ``CutGraph``, in which each run is a call of a name in ``runs``."""
+    """``source``: the program of a ``CutGraph``, in which each run is a call of a name in ``runs``.
+
+    Steps that call a kernel of a piece have the names of both, with a dot between.
+    """
 
     source: str
     runs: dict[str, Program]
 
 
-def native_runs(source: str) -> NativeRuns | None:
-    """None if ``source`` has no run."""
+def native_runs(source: str, pieces: Mapping[str, NativePiece] = MappingProxyType({})) -> NativeRuns | None:
+    """None if ``source`` has no run. ``pieces``: those of its pieces that a run may have in it."""
     module = ast.parse(source)
     (function,) = (statement for statement in module.body if isinstance(statement, ast.FunctionDef))
+    kernels = {f"{name}.{kernel}": kinds for name, piece in pieces.items() for kernel, kinds in piece.kernels.items()}
+    function.body = [part for number, one in enumerate(function.body) for part in _with_inlined(one, pieces, number)]
     several = {
         one.targets[0].id  # type: ignore[attr-defined]
         for one in function.body
@@ -46,9 +55,9 @@ def native_runs(source: str) -> NativeRuns | None:
         nonlocal body
         statements = pending[::-1]
         begin = next((place for place, one in enumerate(statements) if _is_call(one)), len(statements))
-        if sum(map(_is_call, statements)) > 1:
+        if sum(map(_is_call, statements)) > 1 or any(map(_is_of_piece, statements)):
             name = f"run_{len(runs)}"
-            run = _Run(statements[begin:], used_later, arguments)
+            run = _Run(statements[begin:], used_later, arguments, kernels)
             runs[name] = run.program
             statements[begin:] = ast.parse(run.text(name)).body
         for statement in pending:
@@ -57,7 +66,7 @@ def native_runs(source: str) -> NativeRuns | None:
         pending.clear()
 
     for statement in reversed(function.body):
-        if isinstance(statement, ast.Delete) or _is_native(statement, several):
+        if isinstance(statement, ast.Delete) or _is_native(statement, several, kernels):
             pending.append(statement)
         else:
             end_run()
@@ -68,6 +77,15 @@ def native_runs(source: str) -> NativeRuns | None:
     return NativeRuns(ast.unparse(ast.fix_missing_locations(module)), runs) if runs else None
 
 
+def _with_inlined(statement: ast.stmt, pieces: Mapping[str, NativePiece], number: int) -> list[ast.stmt]:
+    """``statement``, or what takes the place of a piece's call."""
+    if isinstance(statement, ast.Assign | ast.Expr) and isinstance(statement.value, ast.Call):
+        name = ast.unparse(statement.value.func)
+        if name in pieces:
+            return inlined(name, pieces[name], statement, number)
+    return [statement]
+
+
 def _names(statement: ast.stmt) -> set[str]:
     """What a statement uses; what it deletes is no use."""
     return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
@@ -75,7 +93,7 @@ def _names(statement: ast.stmt) -> set[str]:
 
 def _is_call(statement: ast.stmt) -> bool:
     """Among statements of a run: it is no ``del``, and does not pick one of an op's results."""
-    return isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call)
+    return isinstance(statement, ast.Assign | ast.Expr) and isinstance(statement.value, ast.Call)
 
 
 def _num_results(call: ast.Call) -> int | None:
@@ -85,8 +103,17 @@ def _num_results(call: ast.Call) -> int | None:
     return len(getattr(torch.ops.compiled_llm, _op_of(call)).default._schema.returns)
 
 
-def _is_native(statement: ast.stmt, several: set[str]) -> bool:
+def _is_of_piece(statement: ast.stmt) -> bool:
+    """Among statements of a run: whether Python could not run it by itself."""
+    if isinstance(statement, ast.Assign):
+        return isinstance(statement.value, ast.Call) and ast.unparse(statement.value.func) == _EMPTY
+    return isinstance(statement, ast.Expr)
+
+
+def _is_native(statement: ast.stmt, several: set[str], kernels: Mapping[str, Any]) -> bool:
     """``several``: variables that are all results of an op which has several."""
+    if isinstance(statement, ast.Expr):
+        return isinstance(statement.value, ast.Call) and ast.unparse(statement.value.func) in kernels
     if not (isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)):
         return False
     value = statement.value
@@ -94,7 +121,7 @@ def _is_native(statement: ast.stmt, several: set[str]) -> bool:
         return isinstance(value.value, ast.Name) and value.value.id in several
     if not isinstance(value, ast.Call):
         return False
-    return ast.unparse(value.func) == _VIEW or _num_results(value) is not None
+    return ast.unparse(value.func) in (_VIEW, _EMPTY) or _num_results(value) is not None
 
 
 def _arguments(call: ast.Call) -> list[tuple[str, ast.expr]] | None:
@@ -119,9 +146,17 @@ class _Run:
     Args:
         used_later: names that are used after them.
         arguments: names of the graph's arguments.
+        kernels: as in a ``NativePiece``, with the piece's name before theirs.
     """
 
-    def __init__(self, statements: list[ast.stmt], used_later: set[str], arguments: set[str]) -> None:
+    def __init__(
+        self,
+        statements: list[ast.stmt],
+        used_later: set[str],
+        arguments: set[str],
+        kernels: Mapping[str, tuple[bool, ...]],
+    ) -> None:
+        self._kernels = kernels
         made = {one.targets[0].id for one in statements if isinstance(one, ast.Assign)}  # type: ignore[attr-defined]
         tensors = list[str]()
         self._sizes: list[str] = []
@@ -133,7 +168,7 @@ class _Run:
             if isinstance(target, ast.Name) and target.id not in made
         ]
         self._slots: dict[str, int] = {}
-        calls = [one for one in statements if isinstance(one, ast.Assign) and _is_call(one)]
+        calls = [one for one in statements if isinstance(one, ast.Assign | ast.Expr) and _is_call(one)]
         for call in calls:
             assert isinstance(call.value, ast.Call)
             for kind, expression in self._described(call.value):
@@ -151,21 +186,32 @@ class _Run:
         self.program = Program(self._count, len(tensors), len(self._arguments), outputs, _with_last(steps, outputs))
 
     def _described(self, call: ast.Call) -> list[tuple[str, ast.expr]]:
-        if ast.unparse(call.func) != _VIEW:
-            found = _arguments(call)
-            assert found is not None
-            return found
-        base, sizes, strides, offset = call.args
-        values = [*sizes.elts, *strides.elts, offset]  # type: ignore[attr-defined]
-        return [("Tensor", base), *(("int", value) for value in values)]
+        called = ast.unparse(call.func)
+        if called == _VIEW:
+            base, sizes, strides, offset = call.args
+            values = [*sizes.elts, *strides.elts, offset]  # type: ignore[attr-defined]
+            return [("Tensor", base), *(("int", value) for value in values)]
+        if called == _EMPTY:
+            sizes, strides, _ = call.args
+            dtype = ast.Constant(DTYPES.index(dtype_of(call)))
+            return [("int", value) for value in (dtype, *sizes.elts, *strides.elts)]  # type: ignore[attr-defined]
+        if called in self._kernels:
+            kinds = ["Tensor" if is_tensor else "int" for is_tensor in self._kernels[called]]
+            return list(zip(kinds, call.args, strict=True))
+        found = _arguments(call)
+        assert found is not None
+        return found
 
-    def _step(self, assign: ast.Assign, statements: list[ast.stmt]) -> Step:
-        call = assign.value
+    def _step(self, statement: ast.Assign | ast.Expr, statements: list[ast.stmt]) -> Step:
+        call = statement.value
         assert isinstance(call, ast.Call)
         arguments = tuple(self._argument(kind, expression) for kind, expression in self._described(call))
-        name = assign.targets[0].id  # type: ignore[attr-defined]
-        if ast.unparse(call.func) == _VIEW:
-            return Step(VIEW, arguments, (self._new(name),), ())
+        called = ast.unparse(call.func)
+        if isinstance(statement, ast.Expr):
+            return Step(called, arguments, (), ())
+        name = statement.targets[0].id  # type: ignore[attr-defined]
+        if called in (_VIEW, _EMPTY):
+            return Step(VIEW if called == _VIEW else EMPTY, arguments, (self._new(name),), ())
         op = _op_of(call)
         count = _num_results(call)
         assert count is not None

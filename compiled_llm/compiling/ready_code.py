@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_llm.compiling.native_pieces import NativePiece, native_piece
 from compiled_llm.compiling.native_runs import NativeRuns, packed, unpacked
 from compiled_llm.ops.native_program import BoundRun, Program, Run, prepare
 from compiled_llm.ops.torch_private import (
@@ -30,6 +31,7 @@ from compiled_llm.ops.torch_private import (
     cache_dir,
     inductor_module,
     is_profiling,
+    kernel_address,
     load_kernel,
     op_without_python,
     reinterpret_tensor,
@@ -112,7 +114,8 @@ def load_ready(
     """
     program, native, pieces, bytecode, graph_name, modules, pickled = marshal.loads(code)
     loaded = {name: _load_piece(name, load_triton, *parts) for name, parts in pieces.items()}
-    graph = run_program(program, loaded, None if native is None else (native[0], unpacked(native[1])))
+    libraries = {f"{name}.{kernel}": path for name, parts in pieces.items() for kernel, path in parts[1].items()}
+    graph = run_program(program, loaded, None if native is None else (native[0], unpacked(native[1])), libraries)
     constants, closed_over, used_globals, defaults, keyword_defaults = pickle.loads(pickled)
     imported = {alias: importlib.import_module(name) if name else _Helpers for alias, name in modules.items()}
     known = {**imported, **used_globals, **function_globals, graph_name: graph}
@@ -174,20 +177,27 @@ def run_program(
     program: str | types.CodeType,
     pieces: Mapping[str, Callable],
     native: tuple[str | types.CodeType, Mapping[str, Program]] | None,
+    libraries: Mapping[str, str],
 ) -> "GraphCall":
     """The ``call`` of the program of a ``CutGraph``.
 
     Args:
         pieces: what its own names call, which takes a list.
         native: ``NativeRuns`` of the program. It does without where there is no C++ compiler.
+        libraries: of the kernels of its pieces, by their names there, below torch's cache directory.
     """
     names: dict[str, Any] = {
         "torch": torch, "device": torch.device, "reinterpret_tensor": reinterpret_tensor(),
         "op_without_python": op_without_python, **pieces,
     }  # fmt: skip
-    runs = {} if native is None else {name: prepare(run) for name, run in native[1].items()}
+    runs = {} if native is None else {name: prepare(run, _addresses(run, libraries)) for name, run in native[1].items()}
     ready = {name: run for name, run in runs.items() if run is not None}
     return GraphCall(program, names, None if native is None or len(ready) < len(runs) else (native[0], ready))
+
+
+def _addresses(program: Program, libraries: Mapping[str, str]) -> dict[str, int]:
+    """Of the kernels of torch's compiler that a program calls, which are loaded already."""
+    return {op: kernel_address(Path(cache_dir(), libraries[op])) for op, *_ in program.steps if op in libraries}
 
 
 class GraphCall:
@@ -269,6 +279,16 @@ def _piece(result: Any) -> tuple[types.CodeType, dict[str, str], dict[str, str],
     """What ``_load_piece`` takes, of what torch keeps of a graph; None if it is more."""
     found = _inductor_program(result.compiled_fw.result) if _is_plain(result) else None
     return None if found is None else (*found, tuple(result.compiled_fw.result.inputs_to_check))
+
+
+def native_piece_of(result: Any) -> tuple[NativePiece, dict[str, str]] | None:
+    """Of what torch keeps of a piece: as a native program computes it, and its kernels' libraries; None: it cannot."""
+    found = _piece(result)
+    if found is None:
+        return None
+    _, libraries, triton_kernels, aligned = found
+    piece = native_piece(result.compiled_fw.result.source_code)
+    return None if piece is None or triton_kernels or aligned else (piece, libraries)
 
 
 def _is_plain(result: Any) -> bool:

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "direct.h"
@@ -16,6 +17,10 @@ constexpr size_t MOST_ARGUMENTS = 32, MOST_RESULTS = 4, MOST_DIMENSIONS = 8;
 
 enum Kind : int64_t { TENSOR, OPTIONAL, INTEGER, SIZE, NUMBER, FLAG, TEXT };
 
+// Of a VIEW the arguments are a tensor, sizes, strides and an offset; of an EMPTY tensor the number of a dtype, sizes and
+// strides. A KERNEL is a function of torch's compiler: void (pointers to tensors' memory and int64_t, in any order).
+enum What : int64_t { OP, VIEW, EMPTY, KERNEL };
+
 struct Argument {
   Kind kind;
   int64_t value;  // INTEGER; the number of a slot, a size or a text
@@ -24,7 +29,8 @@ struct Argument {
 };
 
 struct Step {
-  Direct call;  // null: a view of the tensor in the first slot of `arguments`; sizes, strides and an offset follow
+  What what;
+  const void* call;  // a Direct, or a kernel
   std::vector<Argument> arguments;
   std::vector<int64_t> results;  // slots
   std::vector<int64_t> last;     // slots that no later step uses
@@ -64,7 +70,8 @@ struct Reader {
   }
   Step step() {
     Step step;
-    step.call = reinterpret_cast<Direct>(next());
+    step.what = static_cast<What>(next());
+    step.call = reinterpret_cast<const void*>(next());
     const int64_t count = next();
     for (int64_t i = 0; i < count; ++i) step.arguments.push_back(argument());
     step.results = list();
@@ -87,34 +94,95 @@ void view(const Step& step, std::vector<Slot>& slots, const int64_t* sizes) {
   slots[step.results[0]] = Tensor(made);
 }
 
-// `kept`: slots before this one stay as they are. `spare` takes what no later step uses.
-void run(const Program& program, std::vector<Slot>& slots, const int64_t* sizes, int64_t kept, Spare* spare) {
+// In the order of DTYPES in native_program.py.
+Dtype dtype_of(int64_t number) {
+  static const std::array<Dtype, 11> dtypes = {Dtype{aoti_torch_dtype_bool()}, Dtype{aoti_torch_dtype_uint8()}, kChar,
+                                               Dtype{aoti_torch_dtype_int16()}, kInt, kLong, kHalf, kBFloat16, kFloat,
+                                               kDouble, kFloat8};
+  return dtypes.at(number);
+}
+
+void make_empty(const Step& step, std::vector<Slot>& slots, const int64_t* sizes) {
+  const size_t dimensions = (step.arguments.size() - 1) / 2;
+  std::array<int64_t, 2 * MOST_DIMENSIONS> values;
+  for (size_t i = 1; i < step.arguments.size(); ++i) values[i - 1] = integer(step.arguments[i], sizes);
+  const Dtype dtype = dtype_of(step.arguments[0].value);
+  const int64_t* const strides = values.data() + dimensions;
+  bool is_contiguous = true;
+  int64_t stride = 1;
+  for (size_t i = dimensions; i-- > 0; stride *= values[i]) is_contiguous = is_contiguous && strides[i] == stride;
+  if (is_contiguous) {
+    slots[step.results[0]] = empty(Shape(values.data(), dimensions), dtype);
+    return;
+  }
+  AtenTensorHandle made;
+  succeeded(aoti_torch_empty_strided(dimensions, values.data(), strides, dtype.code, aoti_torch_device_type_cpu(), 0,
+                                     &made));
+  slots[step.results[0]] = Tensor(made);
+}
+
+// A kernel with so many arguments. Pointers and int64_t are handed over alike by the calling conventions of x86-64 and
+// AArch64, so one type stands for both.
+template <size_t>
+using Word = int64_t;
+using Caller = void (*)(const void* kernel, const int64_t* words);
+
+template <size_t... I>
+void call_with(const void* kernel, const int64_t* words, std::index_sequence<I...>) {
+  reinterpret_cast<void (*)(Word<I>...)>(const_cast<void*>(kernel))(words[I]...);
+}
+
+template <size_t... N>
+constexpr std::array<Caller, sizeof...(N)> callers(std::index_sequence<N...>) {
+  return {[](const void* kernel, const int64_t* words) { call_with(kernel, words, std::make_index_sequence<N>()); }...};
+}
+
+void run_kernel(const Step& step, const std::vector<Slot>& slots, const int64_t* sizes) {
+  static constexpr auto CALLERS = callers(std::make_index_sequence<MOST_ARGUMENTS + 1>());
+  std::array<int64_t, MOST_ARGUMENTS> words;
+  for (size_t i = 0; i < step.arguments.size(); ++i) {
+    const Argument& argument = step.arguments[i];
+    words[i] = argument.kind == TENSOR ? reinterpret_cast<int64_t>(slots[argument.value]->data())
+                                       : integer(argument, sizes);
+  }
+  CALLERS[step.arguments.size()](step.call, words.data());
+}
+
+void run_op(const Program& program, const Step& step, std::vector<Slot>& slots, const int64_t* sizes, Spare* spare) {
   static const Slot none;
+  std::array<const void*, MOST_ARGUMENTS> arguments;
+  std::array<Slot*, MOST_RESULTS> results;
+  for (size_t i = 0; i < step.arguments.size(); ++i) {
+    const Argument& argument = step.arguments[i];
+    switch (argument.kind) {
+      case TENSOR: arguments[i] = &*slots[argument.value]; break;
+      case OPTIONAL: arguments[i] = argument.value < 0 ? &none : &slots[argument.value]; break;
+      case INTEGER: arguments[i] = &argument.value; break;
+      case SIZE: arguments[i] = &sizes[argument.value]; break;
+      case NUMBER: arguments[i] = &argument.number; break;
+      case FLAG: arguments[i] = &argument.flag; break;
+      case TEXT: arguments[i] = &program.texts[argument.value]; break;
+    }
+  }
+  for (size_t i = 0; i < step.results.size(); ++i) results[i] = &slots[step.results[i]];
+  reinterpret_cast<Direct>(const_cast<void*>(step.call))(arguments.data(), results.data(), spare);
+}
+
+// `kept`: slots before this one stay as they are. `of_bound` takes what no later step uses.
+void run(const Program& program, std::vector<Slot>& slots, const int64_t* sizes, int64_t kept, Spare* of_bound) {
+  spare = of_bound;  // of this library: see op.h for those of the ops'
+  const std::unique_ptr<Spare*, void (*)(Spare**)> end(&spare, [](Spare** each) { *each = nullptr; });
   for (const Step& step : program.steps) {
-    if (step.call == nullptr) {
-      view(step, slots, sizes);
-    } else {
-      std::array<const void*, MOST_ARGUMENTS> arguments;
-      std::array<Slot*, MOST_RESULTS> results;
-      for (size_t i = 0; i < step.arguments.size(); ++i) {
-        const Argument& argument = step.arguments[i];
-        switch (argument.kind) {
-          case TENSOR: arguments[i] = &*slots[argument.value]; break;
-          case OPTIONAL: arguments[i] = argument.value < 0 ? &none : &slots[argument.value]; break;
-          case INTEGER: arguments[i] = &argument.value; break;
-          case SIZE: arguments[i] = &sizes[argument.value]; break;
-          case NUMBER: arguments[i] = &argument.number; break;
-          case FLAG: arguments[i] = &argument.flag; break;
-          case TEXT: arguments[i] = &program.texts[argument.value]; break;
-        }
-      }
-      for (size_t i = 0; i < step.results.size(); ++i) results[i] = &slots[step.results[i]];
-      step.call(arguments.data(), results.data(), spare);
+    switch (step.what) {
+      case OP: run_op(program, step, slots, sizes, of_bound); break;
+      case VIEW: view(step, slots, sizes); break;
+      case EMPTY: make_empty(step, slots, sizes); break;
+      case KERNEL: run_kernel(step, slots, sizes); break;
     }
     for (const int64_t slot : step.last)
       if (slot >= kept) {
         // An input may be another's too, and a view shares memory.
-        if (spare != nullptr && slot >= program.inputs && !program.is_shared[slot]) spare->add(std::move(*slots[slot]));
+        if (of_bound != nullptr && slot >= program.inputs && !program.is_shared[slot]) of_bound->add(std::move(*slots[slot]));
         slots[slot].reset();
       }
   }
@@ -131,12 +199,13 @@ std::vector<StableIValue> taken(StableIValue given) {
   return values;
 }
 
-// All inputs, or those behind the `bound` ones.
+// All inputs, or those behind the `bound` ones: where there are none, what was given says nothing.
 void fill(const Program& program, std::vector<Slot>& slots, StableIValue list, int64_t bound) {
   const std::vector<StableIValue> inputs = taken(list);
   const int64_t count = inputs.size();
   std::vector<Slot> given(count);  // owned before anything is checked
   for (int64_t i = 0; i < count; ++i) given[i] = Tensor(reinterpret_cast<AtenTensorHandle>(inputs[i]));
+  if (bound == program.inputs && bound != 0) return;
   CHECK_VALUE(count == program.inputs || bound + count == program.inputs, "run_program: the program takes ",
               program.inputs, " tensors, got ", count);
   for (int64_t i = 0; i < count; ++i) slots[program.inputs - count + i] = std::move(given[i]);
@@ -200,10 +269,11 @@ EXPORTED const void* make_program(const int64_t* words, const char* const* texts
   for (int64_t i = 0; i < steps; ++i) program->steps.push_back(reader.step());
   program->is_shared.resize(program->slots);
   for (const Step& step : program->steps)
-    if (step.call == nullptr) program->is_shared[step.arguments[0].value] = program->is_shared[step.results[0]] = true;
+    if (step.what == VIEW) program->is_shared[step.arguments[0].value] = program->is_shared[step.results[0]] = true;
   for (const Step& step : program->steps)
     if (step.arguments.size() > MOST_ARGUMENTS || step.results.size() > MOST_RESULTS ||
-        (step.call == nullptr && step.arguments.size() > 2 * MOST_DIMENSIONS + 2))
+        (step.what == VIEW && step.arguments.size() > 2 * MOST_DIMENSIONS + 2) ||
+        (step.what == EMPTY && step.arguments.size() > 2 * MOST_DIMENSIONS + 1))
       return nullptr;
   return program.release();
 }

@@ -19,7 +19,8 @@ from compiled_llm.compiling.argument_specs import ArgumentCheck
 from compiled_llm.compiling.compiler import compile_ahead
 from compiled_llm.compiling.libraries import use_own_cache_directory
 from compiled_llm.compiling.ready_code import load_ready, ready_code
-from compiled_llm.ops.torch_private import DynamicSize, compiler_settings, mark_dynamic_size
+from compiled_llm.ops.native_program import EMPTY
+from compiled_llm.ops.torch_private import DynamicSize, aot_result, compiler_settings, mark_dynamic_size
 
 ROOT = Path(__file__).parents[2]
 
@@ -136,8 +137,37 @@ def test_it_is_bound_to_tensors_whose_contents_change() -> None:
         torch.testing.assert_close(result, expected)
         assert counts.tolist() == [number + 1] * 2
     held = {id(tensor) for tensor in again.held()}
-    assert held >= {id(tensor) for tensor in weights}
-    assert id(counts) not in held
+    assert held >= {id(tensor) for tensor in (*weights, x, counts)}
+
+
+def looked_up(weights: Pair, x: Tensor, ids: Tensor) -> Tensor:
+    """A kernel between two ops that refuses an index behind the end."""
+    first = ops.rms_norm(x, weights.first, 1e-6)
+    return ops.rms_norm(first[ids] * 2, weights.second, 1e-6)
+
+
+def test_pieces_between_ops_are_native_and_what_they_refuse_is_an_error() -> None:
+    """After which the next call is as the ones before."""
+    weights, x, ids = Pair(torch.rand(8), torch.rand(8)), torch.randn(3, 8), torch.tensor([2, 0, 0])
+    ahead = compile_ahead(looked_up, "looked_up", (weights, x, ids))[0]
+    native = aot_result(ahead).native
+    assert native is not None
+    assert [step.op.split(".")[0] for step in native.runs["run_0"].steps] == ["rms_norm", EMPTY, "piece_0", "rms_norm"]
+    code = ready_code(ahead)
+    assert code is not None
+    ready = load_ready(code, looked_up.__globals__)
+    with torch.no_grad():
+        result, again = ready.bind(weights, x, ids)
+        assert again is not None
+        for wrong in (7, -9):
+            torch.testing.assert_close(result, looked_up(weights, x, ids))
+            assert torch.equal(again(), result)
+            ids[1] = wrong
+            for call in (again, lambda: ready(weights, x, ids)):
+                with pytest.raises((RuntimeError, IndexError), match="index out of bounds"):
+                    call()
+            ids[1] = 1
+            result = again()
 
 
 def test_what_is_bound_frees_its_tensors_at_once() -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import re
+import subprocess
 import weakref
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import torch
 
 from compiled_llm import ops
 from compiled_llm.ops import native, native_program
-from compiled_llm.ops.native_program import VIEW, Program, Run, Step, prepare
+from compiled_llm.ops.native_program import DTYPES, EMPTY, MOST_ARGUMENTS, VIEW, Program, Run, Step, prepare
+from compiled_llm.ops.torch_private import kernel_address
 
 pytestmark = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
 
@@ -75,6 +77,50 @@ def test_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     made = run._made
     del run
     assert deleted == [made]
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_an_empty_tensor_has_the_dtype_sizes_and_strides_that_it_was_asked_for(name: str) -> None:
+    """In a bound run contiguous ones are made of what earlier calls left, and others never are."""
+    number = ("int", DTYPES.index(name))
+    steps = (
+        Step(EMPTY, (number, ("size", 0), ("int", 4), ("int", 4), ("int", 1)), (1,), ()),
+        Step(EMPTY, (number, ("size", 0), ("int", 4), ("int", 1), ("size", 0)), (2,), ()),
+        Step(EMPTY, (number,), (3,), (3,)),
+    )
+    run = prepare(Program(4, 1, 1, (1, 2), steps))
+    assert run is not None
+    bound, x = run.bound(), torch.zeros(1)
+    for rows in (3, 5, 3, 20_000):
+        for outputs in (bound([x], [], [rows]), run([x], [], [rows])):
+            assert [tensor.dtype for tensor in outputs] == [getattr(torch, name)] * 2
+            assert [tensor.shape for tensor in outputs] == [(rows, 4)] * 2
+            assert [tensor.stride() for tensor in outputs] == [(4, 1), (1, rows)]
+
+
+@pytest.mark.parametrize("count", [3, 7, MOST_ARGUMENTS])
+def test_a_kernel_takes_memory_and_sizes_in_any_order(count: int, tmp_path: Path) -> None:
+    """Arguments past the sixth are on the stack."""
+    numbers = ", ".join(f"int64_t n{place}" for place in range(count - 2))
+    total = " + ".join(f"{place + 1} * n{place}" for place in range(count - 2))
+    source = f"""#include <cstdint>
+extern "C" void kernel(const float* x, {numbers}, float* out) {{ *out = *x + {total}; }}"""
+    (tmp_path / "kernel.cpp").write_text(source)
+    compiler = native.compiler()
+    assert compiler is not None
+    built = tmp_path / "kernel.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", built, tmp_path / "kernel.cpp"], check=True)
+    sizes = [("size", 0), *(("int", place) for place in range(1, count - 2))]
+    float32 = DTYPES.index("float32")
+    steps = (
+        Step(EMPTY, (("int", float32), ("int", 1), ("int", 1)), (1,), ()),
+        Step("piece_0.kernel", (("Tensor", 0), *sizes, ("Tensor", 1)), (), (0,)),
+    )
+    run = prepare(Program(2, 1, 1, (1,), steps), {"piece_0.kernel": kernel_address(built)})
+    assert run is not None
+    rest = sum((place + 1) * place for place in range(1, count - 2))
+    for size in (5, -2):
+        assert run([torch.tensor([0.5])], [], [size])[0].tolist() == [0.5 + size + rest]
 
 
 def normed_twice() -> Run:
