@@ -67,7 +67,7 @@ METHODS: Mapping[str, Method] = {
     "draft_model": Method(4, _OF_NETWORKS, ("model",), MOST_NETWORK_TOKENS),
     "eagle3": Method(3, _OF_NETWORKS, ("model",), MOST_NETWORK_TOKENS),
     "medusa": Method(3, _OF_NETWORKS, ("model",), MOST_NETWORK_TOKENS),
-    "mtp": Method(2, {}, most=MOST_NETWORK_TOKENS),
+    "mtp": Method(2, {"quantization": None}, most=MOST_NETWORK_TOKENS),
     "layer_skip": Method(4, {"num_draft_layers": None}, most=MOST_NETWORK_TOKENS),
 }
 # Methods whose drafts a network of the worker makes behind each step.
@@ -127,7 +127,11 @@ class SpeculativeConfig:
             that it has in the model. It runs in the model's dtype, and has a KV cache of its own in the model's blocks.
             By "eagle3" and "medusa": a directory or hub id of such heads for this model.
         revision: of these: branch, tag or commit of a hub id. None: the main branch.
-        quantization: of these: as the engine argument of this name. None: the checkpoint's.
+        quantization: of these, and by "mtp": as the engine argument of this name; the head that a network shares with
+            the model is copied so, unless it is quantised or several ranks share it. "none": weights stay as the
+            checkpoint has them. None: on a CPU "int8_w8a8", but for float32 and for checkpoints that are quantised,
+            since what drafts is rounded changes how many are right, and no token; elsewhere, and by "mtp" of a model
+            that is quantised, as that or the checkpoint is.
         lookahead_window: by "lookahead": places of a proposal that are guessed by iterations, at most
             ``num_speculative_tokens``. None: as many.
         lookahead_ngram: by "lookahead": tokens of the n-grams, 2 to 8. None: 4.
@@ -173,7 +177,7 @@ class SpeculativeConfig:
             if value is not None and (not isinstance(value, str) or not value):
                 raise ValueError(f"{name} must be a non-empty str, given {shown(value)}")
         if self.quantization is not None:
-            one_of("quantization", self.quantization, QUANTIZATIONS)
+            one_of("quantization", self.quantization, ("none", *QUANTIZATIONS))
         if self.speculative_token_tree is not None:
             self._check_tree()
         self._complete(method)

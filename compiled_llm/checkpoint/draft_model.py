@@ -42,6 +42,7 @@ class DraftCheckpoint:
         config: engine arguments as they are for the draft model.
         num_tokens: most that it drafts for a request and step.
         tree: what it gives of a tree of drafts; None: they are a chain.
+        may_round: whether weights that are plain may be rounded where that makes it faster.
     """
 
     config: EngineConfig
@@ -49,6 +50,7 @@ class DraftCheckpoint:
     directory: Path
     num_tokens: int
     tree: NetworkTree | None = None
+    may_round: bool = False
 
 
 def draft_checkpoint(
@@ -72,7 +74,9 @@ def draft_checkpoint(
         return None  # by "layer_skip" the model itself drafts
     if wanted.method == "mtp":
         directory = checkpoint_directory(config, with_weights)
-        return DraftCheckpoint(*mtp_arguments(config, target, directory), directory, wanted.num_tokens)
+        own, found = mtp_arguments(config, target, directory)
+        may_round = wanted.quantization is None and own.quantization is None
+        return DraftCheckpoint(own, found, directory, wanted.num_tokens, may_round=may_round)
     assert wanted.model is not None
     directory = model_directory(wanted.model, wanted.revision, "speculative_config: model", with_weights)
     own = _own_arguments(config, wanted, target)
@@ -87,7 +91,7 @@ def draft_checkpoint(
         _check_layers(wanted.model, found, config.max_model_len or target.max_position_embeddings)
     if not reads_hidden_states or has_tokenizer(own, directory):
         _check_vocabulary(wanted.model, found, load_tokenizer(own, directory), target, tokenizer)
-    return DraftCheckpoint(own, found, directory, wanted.num_tokens, tree)
+    return DraftCheckpoint(own, found, directory, wanted.num_tokens, tree, wanted.quantization is None)
 
 
 def _checked_heads(wanted: SpeculativeConfig, tree: NetworkTree | None, num_heads: int) -> NetworkTree | None:
@@ -112,7 +116,7 @@ def _own_arguments(config: EngineConfig, wanted: SpeculativeConfig, target: Mode
         tokenizer_revision=None,
         dtype=target.dtype if config.dtype == "auto" else config.dtype,
         kv_cache_skip_layers=(),
-        quantization=wanted.quantization,
+        quantization=None if wanted.quantization == "none" else wanted.quantization,
         quantization_group_size=None,
         quantization_skip=(),
         quantization_head="auto",

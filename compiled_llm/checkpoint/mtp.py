@@ -18,7 +18,7 @@ _PLAIN = ("BF16", "F16", "F32")
 def mtp_arguments(config: EngineConfig, target: ModelConfig, directory: Path) -> tuple[EngineConfig, ModelConfig]:
     """Engine arguments as they are for the layer, and its config.
 
-    It is quantised as the model's layers are: by its files, else by ``quantization``.
+    It is quantised as the model's layers are: by its files, else by ``quantization``, its own or else the model's.
 
     Raises:
         ValueError: the model in ``directory`` has no such layer, or it is not read.
@@ -29,10 +29,12 @@ def mtp_arguments(config: EngineConfig, target: ModelConfig, directory: Path) ->
             "speculative_config: method 'mtp' reads safetensors, given a GGUF file, of which the layers that guess are "
             "left. Load the checkpoint that it was made from, or choose another method"
         )
+    assert config.speculation is not None
+    asked = config.speculation.quantization or config.quantization
     own = dataclasses.replace(
         config,
         kv_cache_skip_layers=(),
-        quantization=None if target.published else config.quantization,
+        quantization=None if target.published or asked == "none" else asked,
         quantization_skip=(),
         quantization_activations="auto",
         sliding_window=None,

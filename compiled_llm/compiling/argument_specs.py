@@ -220,7 +220,7 @@ class ArgumentCheck:
 
     def __init__(self, args: tuple) -> None:
         self._specs = specs_of(args)
-        self._state = _state()
+        self._state = _state()  # compared as it is, and named where it differs
         self._places = _dynamic_places(self._specs)
         self.forget()
 
@@ -231,10 +231,10 @@ class ArgumentCheck:
 
     def difference(self, args: tuple) -> str | None:
         """What differs, in words; None when nothing does."""
-        state = _state()
-        if state != self._state:
-            name = next(name for name in state if state[name] != self._state[name])
-            return f"{name} was {self._state[name]} and is {state[name]}"
+        if _state() != self._state:
+            was, now = (_named(state) for state in (self._state, _state()))
+            name = next(name for name in was if was[name] != now[name])
+            return f"{name} was {was[name]} and is {now[name]}"
         try:
             sizes = tuple(_at(args, place).shape[dimension] for place, dimension in self._places)
         except (AttributeError, IndexError, TypeError):  # other arguments altogether: what differs is said below
@@ -346,14 +346,24 @@ def _expected_shape(
     )
 
 
-def _state() -> dict[str, Any]:
-    return {"torch's number of threads": torch.get_num_threads(), **settings()}
+def _state() -> tuple[Any, ...]:
+    """torch's state that goes into compiled code."""
+    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else "off"
+    return torch.get_num_threads(), torch.get_default_dtype(), autocast, torch.are_deterministic_algorithms_enabled()
+
+
+def _named(state: tuple[Any, ...]) -> dict[str, Any]:
+    """``_state`` as JSON values by readable name."""
+    threads, dtype, autocast, is_deterministic = state
+    return {
+        "torch's number of threads": threads,
+        "the default dtype": str(dtype),
+        "autocast": str(autocast),
+        "deterministic algorithms": is_deterministic,
+    }
 
 
 def settings() -> dict[str, Any]:
     """torch's state that goes into compiled code, besides its number of threads: JSON values by readable name."""
-    return {
-        "the default dtype": str(torch.get_default_dtype()),
-        "autocast": str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "off",
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-    }
+    _, *others = _named(_state()).items()
+    return dict(others)

@@ -241,14 +241,19 @@ class CompiledFunction:
     def _call_guarded(self, *args: Any) -> Any:
         if self._check is None and not self._eager:
             return self._call_with_guards(*args)
-        with torch.inference_mode(False), torch.no_grad():
-            if self._check is None:
-                return self._call(*args)
-            difference = self._check.difference(args)
-            if difference is None:
-                assert self._check.last is not None
-                return self._check.last.call(self._call)
-        raise self._refusal(difference)
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # not within ``own_settings``
+            with torch.inference_mode(False), torch.no_grad():
+                return self._call_checked(*args)
+        return self._call_checked(*args)
+
+    def _call_checked(self, *args: Any) -> Any:
+        if self._check is None:
+            return self._call(*args)
+        difference = self._check.difference(args)
+        if difference is not None:
+            raise self._refusal(difference)
+        assert self._check.last is not None
+        return self._check.last.call(self._call)
 
     def _call_with_guards(self, *args: Any) -> Any:
         with torch.inference_mode(False), torch.no_grad(), torch.compiler.set_stance("fail_on_recompile"):

@@ -220,6 +220,20 @@ def num_accepted(known: DraftInput, last_tokens: Tensor) -> Tensor:
     return accepted
 
 
+def rows_below(counts: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where rows lie of which ``counts`` [R] int32 are of each request, those of one below those of the one before.
+
+    Sums over all pairs, and no cumulative sum or search: these are calls of torch, where all else is one kernel.
+
+    Returns where those of each request end, [R] int32; and for ``numbers`` [N] int32 of rows, the request that each is
+    of and its place among that one's, [N] int32. Behind the last row they are of the last request.
+    """
+    each = torch.arange(counts.shape[0], dtype=torch.int32, device=counts.device)
+    ends = torch.where(each[None, :] <= each[:, None], counts[None, :], 0).sum(1, dtype=torch.int32)
+    owner = (ends[None, :] <= numbers[:, None]).sum(1, dtype=torch.int32).clamp(max=counts.shape[0] - 1)
+    return ends, owner, numbers - (ends - counts)[owner]
+
+
 def own_table(known: DraftInput) -> Tensor:
     """The block table of its requests, [R, M]."""
     rows = known.table_rows

@@ -28,6 +28,7 @@ from compiled_llm.step.drafting import (
     DraftInput,
     num_accepted,
     own_table,
+    rows_below,
     slots_of,
     step_of,
 )
@@ -187,12 +188,10 @@ def _accepted_rows(
     Then ``[R * (K + 1)]`` int32, their rows of what the step's logits were made of.
     """
     counts = torch.where(known.num_samples > 0, accepted + 1, 0)
-    ends = counts.cumsum(0, dtype=torch.int32)
     number = known.row_numbers
     assert number is not None
     assert known.token_row is not None
-    owner = torch.searchsorted(ends, number, right=True).clamp(max=counts.shape[0] - 1)
-    place = number - (ends - counts)[owner]
+    ends, owner, place = rows_below(counts, number)
     is_known = number < ends[-1]
     ids = last_tokens[torch.where(is_known, known.first_row[owner] + place, 0)].clamp(min=0).to(torch.int32)
     positions = torch.where(is_known, known.position[owner] - 1 + place, 0)

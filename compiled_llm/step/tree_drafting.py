@@ -23,7 +23,7 @@ from compiled_llm.models.draft_heads.medusa import MedusaConfig
 from compiled_llm.models.inputs import FeatureCache, HiddenCache, KVCache, StepInput
 from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.registry import family_of, layers_of
-from compiled_llm.step.drafting import NO_DRAFT, SINK_SLOT, DraftInput, Sampler, own_table, slots_of
+from compiled_llm.step.drafting import NO_DRAFT, SINK_SLOT, DraftInput, Sampler, own_table, rows_below, slots_of
 from compiled_llm.step.head_drafting import features_reader
 from compiled_llm.step.sampling import SamplingInput, sample
 
@@ -204,11 +204,9 @@ def _path_rows(
     counts = torch.where(is_known, accepted + 1, 0)
     if not is_head:
         counts = counts + is_drafted.to(torch.int32)
-    ends = counts.cumsum(0, dtype=torch.int32)
     number = known.row_numbers
     assert number is not None
-    owner = torch.searchsorted(ends, number, right=True).clamp(max=counts.shape[0] - 1)
-    place = number - (ends - counts)[owner]
+    ends, owner, place = rows_below(counts, number)
     is_own = number < ends[-1]
     shift = 0 if is_head else 1
     row = path[owner, (place - shift).clamp(min=0, max=most)]

@@ -30,7 +30,7 @@ class _Held(NamedTuple):
     """What a host buffer has of the step before, and need not be written again.
 
     Attributes:
-        rows, places: as ``fill`` was given them.
+        rows, places: as ``fill`` was given them, the places as bytes, which compare faster.
         counts: of the step's tokens and samples, and ``has_all``.
         indices: [N, K + 1], where ``token_ids`` lie in the step.
         computed: [N] int32, of a request's tokens in the step those before the first that it samples behind, and one.
@@ -39,7 +39,7 @@ class _Held(NamedTuple):
     """
 
     rows: np.ndarray
-    places: np.ndarray
+    places: bytes
     counts: tuple[tuple[int, ...], tuple[int, ...], bool]
     indices: np.ndarray
     computed: np.ndarray
@@ -129,7 +129,8 @@ class DraftBuffers:
         """
         arrays, n = self.buffers.next_arrays(), len(places)
         held = self._held.pop(id(arrays), None)
-        if held is not None and (held.rows is not rows or not np.array_equal(held.places, places)):
+        of_places = places.tobytes()
+        if held is not None and (held.rows is not rows or held.places != of_places):
             held = None
         own = rows[places]
         if held is None:
@@ -155,7 +156,7 @@ class DraftBuffers:
             width = self._fill_tables(arrays, own, store, width)
         else:
             width = held.width
-        self._held[id(arrays)] = _Held(rows, places, counts, indices, computed, store.num_changes, width)
+        self._held[id(arrays)] = _Held(rows, of_places, counts, indices, computed, store.num_changes, width)
         self.buffers.copy()
         return self.whole if self._pads else self._inputs.first(n, n * self._num_rows)
 

@@ -18,7 +18,11 @@ from compiled_llm.models.family import Description
 from compiled_llm.models.inputs import FeatureCache, HiddenCache, KVCache
 from compiled_llm.models.last_layer import LastLayer
 from compiled_llm.models.linears.adapted import without_adapters
-from compiled_llm.models.linears.protocol import LinearKind
+from compiled_llm.models.linears.copied import copied
+from compiled_llm.models.linears.protocol import LinearKind, StoredLinear
+from compiled_llm.models.linears.quantized import Quantized, Scheme
+from compiled_llm.models.linears.quantizing import Quantizing
+from compiled_llm.models.linears.vocabulary import VocabularyRows
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import tensors
 from compiled_llm.ops.torch_private import mark_static_address
@@ -35,6 +39,8 @@ from compiled_llm.worker.cpu_kernels import ops_of
 from compiled_llm.worker.device import use_device
 from compiled_llm.worker.draft_trees import check_trees
 from compiled_llm.worker.memory import check_room_for_weights, estimated_activations, num_bytes
+
+_ROUNDED = "int8_w8a8"  # see ``SpeculativeConfig.quantization``
 
 
 class DraftPlan(NamedTuple):
@@ -64,6 +70,9 @@ class DraftPlan(NamedTuple):
         """``ValueError`` for a cache, a quantisation or trees that the network cannot have. ``target``: the model."""
         config = checkpoint.config
         model_config = dataclasses.replace(checkpoint.model_config, max_position_embeddings=max_model_len)
+        if checkpoint.may_round and device.type == "cpu" and dtype != torch.float32 and not model_config.published:
+            config = dataclasses.replace(config, quantization=_ROUNDED)
+            checkpoint = dataclasses.replace(checkpoint, config=config)
         cache_dtypes = layer_dtypes(config, dtype, model_config)
         use_device(device, cache_dtypes, model_config)
         if checkpoint.tree is not None:
@@ -130,7 +139,26 @@ class DraftPlan(NamedTuple):
 
     def cpu_ops(self) -> list[str]:
         """The ops of ``kernel_build.OPS`` that its steps call."""
-        return ops_of(self.model_config, self.dtype, self.linears)
+        of_head = self._scheme_of_head
+        others = [] if of_head is None else [of_head.cpu_op]
+        return sorted({*ops_of(self.model_config, self.dtype, self.linears), *others})
+
+    @property
+    def _scheme_of_head(self) -> Scheme | None:
+        """How its own copy of the model's head is kept; None: it has none."""
+        shares = self.head is not None and self.description().weights.head is None
+        if not shares or not isinstance(self.linears, Quantizing):
+            return None
+        return self.linears.scheme(StoredLinear("head", 0, 0, role="head"))
+
+    def _with_own_head(self, weights: Any, num_ranks: int) -> Any:
+        """``weights`` with a copy of the model's head in fewer bits: each draft reads all of it.
+
+        That of several ranks has the rows of some tokens, and one that is quantised already has as few bits.
+        """
+        if self._scheme_of_head is None or num_ranks > 1 or isinstance(weights.head, Quantized | VocabularyRows):
+            return weights
+        return weights._replace(head=copied(weights.head, self.linears, "head", self.dtype, self.device))
 
     def description(self) -> Description[Any]:
         """What the weights are."""
@@ -159,11 +187,13 @@ class DraftPlan(NamedTuple):
                 weights = loader.dummy_weights(c, self.dtype, self.device, config.seed, self.linears, stage.advance)
             else:
                 weights = loader.load_weights(directory, c, self.dtype, self.device, self.linears, stage.advance)
-        for tensor in tensors(weights):
-            mark_static_address(tensor)
         size = num_bytes(weights)
         if self.head is not None:
             weights = self.head.share(weights, without_adapters(target))
+            shared, weights = weights.head, self._with_own_head(weights, num_ranks)
+            size += 0 if weights.head is shared else num_bytes(weights.head)
+        for tensor in tensors(weights):
+            mark_static_address(tensor)
         network = DraftNetwork(c, weights, self.cache_dtypes, self.checkpoint.num_tokens, size, self.checkpoint.tree)
         waits = self.keeps_hidden and network.has_cache and self.head is not None and not network.taps
         return network._replace(last_layer=last_layer) if waits else network

@@ -42,11 +42,12 @@ class Drafts(NamedTuple):
 
     Attributes:
         places: [N] int64: places in the step of the requests that were drafted for.
-        token_ids: ``[most requests, K]`` int64 on the device, of which the first N rows are these requests'.
+        token_ids: ``[most requests, K]`` int64, of which the first N rows are these requests': on the device, or on the
+            host.
     """
 
     places: np.ndarray
-    token_ids: Tensor
+    token_ids: Tensor | np.ndarray
 
 
 def token_ids_of(drafts: Drafts, num_requests: int) -> tuple[tuple[int, ...], ...]:
@@ -338,24 +339,36 @@ class NetworkStage(DraftStage):
     def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
         coverage = self.coverage
         assert coverage is not None, "there is no KV pool yet"
-        is_covered = np.zeros(len(rows), dtype=bool)
-        drafts: Drafts | None = None
-        if output.drafts_next:
-            coverage.begin_step(output, rows, store)
-            starts = np.array(output.num_computed_tokens, dtype=np.int64)
-            step_ends = starts + np.array(output.num_scheduled_tokens, dtype=np.int64)
-            samples = np.array(output.num_samples, dtype=np.int64)
-            is_told = np.zeros(len(rows), dtype=bool)
-            is_told[[place for place, *_ in output.known_tokens]] = True
-            # A token that the device alone knew is not there any more.
-            is_known = np.array(output.feedback) < 0
-            # ``draft`` computes the last token itself, and drafts of it have been.
-            ends = np.where(is_known, step_ends - samples, starts)
-            found = self._catch_up(output, rows, ends, ends + (samples > 0) * is_known, store)
-            is_covered = found & is_known & is_told
-            drafts = self._draft(np.flatnonzero(is_covered & (samples > 0)), output, rows, store)
+        if not output.drafts_next:
+            coverage.end_step(output, rows, np.zeros(len(rows), dtype=bool), store)
+            return None
+        has_all = coverage.has_all_of(output)
+        coverage.begin_step(output, rows, store)
+        if has_all:
+            is_covered, places = np.ones(len(rows), dtype=bool), np.arange(len(rows))
+        else:
+            is_covered, places = self._cover(output, rows, store)
+        drafts = self._draft(places, output, rows, store)
         coverage.end_step(output, rows, is_covered, store)
         return drafts
+
+    def _cover(self, output: SchedulerOutput, rows: np.ndarray, store: RequestRows) -> tuple[np.ndarray, np.ndarray]:
+        """Compute what is lacking before a step's last tokens.
+
+        Returns of whom the drafter has all then, [R] bool, and the places in the step that it can draft for, [N] int64.
+        """
+        starts = np.array(output.num_computed_tokens, dtype=np.int64)
+        step_ends = starts + np.array(output.num_scheduled_tokens, dtype=np.int64)
+        samples = np.array(output.num_samples, dtype=np.int64)
+        is_told = np.zeros(len(rows), dtype=bool)
+        is_told[[place for place, *_ in output.known_tokens]] = True
+        # A token that the device alone knew is not there any more.
+        is_known = np.array(output.feedback) < 0
+        # ``draft`` computes the last token itself, and drafts of it have been.
+        ends = np.where(is_known, step_ends - samples, starts)
+        found = self._catch_up(output, rows, ends, ends + (samples > 0) * is_known, store)
+        is_covered = found & is_known & is_told
+        return is_covered, np.flatnonzero(is_covered & (samples > 0))
 
     def lack_on_host(self, blocks: Sequence[int]) -> None:
         if self.coverage is not None:

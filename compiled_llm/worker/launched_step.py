@@ -3,6 +3,7 @@
 import dataclasses
 from collections import deque
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,7 +45,7 @@ class LaunchedStep:
 
     Attributes:
         num_rows: logits rows that belong to requests; the others are padding.
-        tokens: ``[R]`` int64 on the host, complete once ``slot.ended`` has happened.
+        tokens: ``[R]`` int64 on the host, complete once ``slot.ended`` has happened; an array on a CPU.
         logprobs: of these tokens, complete when they are; None where no request needs them.
         prompt_logprobs: of the step's ``prompt_targets``, on the host.
         seconds: what the device took; on a GPU known once the step is collected.
@@ -60,7 +61,7 @@ class LaunchedStep:
 
     bucket: Bucket
     num_rows: int
-    tokens: Tensor
+    tokens: Tensor | np.ndarray
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None
     seconds: float = 0.0

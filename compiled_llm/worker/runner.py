@@ -126,7 +126,7 @@ class ModelRunner(StartedModel, Worker):
             used.zero_()  # the step counts them
         around = None if self.watch is None else functools.partial(self.watch, output, bucket)
         logprobs = steps.run(bucket, needs, around)
-        tokens = steps.last_tokens[:num_rows].clone() if slot is None else self._tokens_in(slot, bucket)
+        tokens = steps.last_tokens.numpy()[:num_rows].copy() if slot is None else self._tokens_in(slot, bucket)
         if slot is not None and logprobs is not None:
             logprobs = LogprobRows(*(tensor.to("cpu", non_blocking=True) for tensor in logprobs))
         prompt_logprobs = (
@@ -154,7 +154,7 @@ class ModelRunner(StartedModel, Worker):
         if profiler is not None and take_back is not None:
             if slot is not None:
                 slot.ended.synchronize()
-                step.tokens = tokens.clone()  # the step is repeated, and may leave others
+                step.tokens = torch.as_tensor(tokens).clone()  # the step is repeated, and may leave others
             profiler.repeat(steps, bucket, needs, take_back)
         step.seconds = finished - copied
         step.copy_seconds = copied - prepared if moves_blocks and slot is None else 0.0
@@ -200,7 +200,7 @@ class ModelRunner(StartedModel, Worker):
         if drafts is None:
             return None
         if slot is None or slot.drafts is None:
-            return drafts._replace(token_ids=drafts.token_ids[: len(drafts.places)].clone())
+            return drafts._replace(token_ids=drafts.token_ids[: len(drafts.places)].numpy().copy())
         slot.drafts.copy_(drafts.token_ids, non_blocking=True)
         return drafts._replace(token_ids=slot.drafts)
 
