@@ -16,6 +16,16 @@ _FORGETTING = 0.005
 _ALWAYS_ALLOWED = 1.8
 
 
+# What an average is of counts for less with each step that passes without another: a machine becomes faster and slower.
+_LEFT_OF_COUNT = 0.99
+_LEAST_LEFT = 2.0  # of what it is of: the next one moves it by a third
+
+
+def left_of(count: float, num_passed: int) -> float:
+    """As how many measurements an average of ``count`` counts, when so many steps have passed since the last."""
+    return max(min(count, _LEAST_LEFT), count * _LEFT_OF_COUNT**num_passed)
+
+
 @dataclasses.dataclass
 class StepCosts:
     """What was measured at the engine's start, if anything was, and in each step since.

@@ -11,15 +11,16 @@ many drafts, in powers of two. So a ratio is soon known, though few steps are of
 import math
 from collections.abc import Mapping, Sequence
 
-from compiled_llm.scheduling.costs import moved
+from compiled_llm.scheduling.costs import left_of, moved
 
 # A step moves the ratio of those like it by this share, at first by more where that is not of a measured size. One that
 # differs by more than a factor of two counts as that factor, so that one slow step does not keep others away for long.
 _LEAST_WEIGHT, _MOST_CHANGE = 0.1, 2.0
 # With each step, the ratios of steps of as many requests, but more or fewer drafts, move by this share to that share of
 # its own: so what was slow for a while, or at the start, is tried again. What is known of few steps with drafts is
-# forgotten sooner: one that was slow by chance would keep others away.
-_FORGETTING, _OPTIMISM, _FEW_STEPS = 0.001, 0.8, 10
+# forgotten sooner: one that was slow by chance would keep others away. And sooner while steps rest: then nothing is
+# lost by it.
+_FORGETTING, _OPTIMISM, _FEW_STEPS, _FORGETTING_AT_REST = 0.001, 0.8, 10, 0.01
 _FORGETTING_HOST = 0.05  # the same of the host's seconds, which single steps are far off
 _FIRST_OF_HOST = 0.1  # of the first seconds of the host that are more than 0, so that a single slow step is not all
 
@@ -52,7 +53,7 @@ class DecodeCosts:
         sampled = {sizes: value + more.get(sizes, 0.0) for sizes, value in seconds}
         self._start = made(self.measured), made(sampled)
         # Of greedy steps and others: the ratio, and how many steps it is of, by the two parts of their key.
-        self._ratios: tuple[dict[int, dict[int, tuple[float, int]]], ...] = ({}, {})
+        self._ratios: tuple[dict[int, dict[int, tuple[float, float]]], ...] = ({}, {})
         self._host: dict[tuple[int, bool], float] = {}
 
     def __bool__(self) -> bool:
@@ -72,7 +73,7 @@ class DecodeCosts:
         return start.seconds(num_requests, num_drafts) * self._ratio(self._ratios[samples].get(size, {}), drafts)
 
     @staticmethod
-    def _ratio(known: Mapping[int, tuple[float, int]], drafts: int) -> float:
+    def _ratio(known: Mapping[int, tuple[float, float]], drafts: int) -> float:
         """Of steps that were not seen, it is that of those with fewer drafts, and less the more of these ran."""
         if drafts in known:
             return known[drafts][0]
@@ -109,6 +110,15 @@ class DecodeCosts:
             if other != drafts:
                 share = _FORGETTING * (max(1.0, _FEW_STEPS / number) if other else 1.0)
                 of_size[other] = value + share * (_OPTIMISM * ratio - value), number
+
+    def rest(self, num_requests: int, count: int, samples: bool) -> None:
+        """So many steps without drafts are over that were not measured: others that were slow then are tried again."""
+        of_size = self._ratios[samples].get(self.key(num_requests, 0)[0], {})
+        plain, _ = of_size.get(0, (1.0, 0.0))
+        for drafts, (ratio, number) in of_size.items():
+            if drafts and ratio > _OPTIMISM * plain:
+                stays = (1.0 - _FORGETTING_AT_REST) ** count
+                of_size[drafts] = _OPTIMISM * plain + (ratio - _OPTIMISM * plain) * stays, left_of(number, count)
 
     def record_host(self, num_requests: int, has_drafts: bool, seconds: float) -> None:
         """As ``host``, of a step that is over."""

@@ -18,7 +18,7 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from compiled_llm.scheduling.costs import moved
+from compiled_llm.scheduling.costs import left_of, moved
 from compiled_llm.scheduling.decode_costs import Key
 
 SHARE, LEAST_SHARE = 0.0075, 0.001875  # of all steps, that may be lost; at least, where the last tries paid nothing
@@ -99,8 +99,10 @@ class _Steps:
             not entered: one that has read a prompt goes on as long as its drafts save more than they take.
         with_reading: the same, with what that takes: a network reads other prompts only if this is above 0.
         others: seconds of other steps and how many there were, by what is alike and whether they have drafts. The first
-            may be slow for no reason that stays, so the average begins with a plain step.
+            may be slow for no reason that stays, so the average begins with a plain step. While steps rest, what was
+            known counts for less and less.
         look, network: seconds of a look, and of a network that lacked nothing.
+        num_networks: of how many that is, as those of ``others``.
     """
 
     plain: float
@@ -113,9 +115,10 @@ class _Steps:
     was_full: bool = True
     balance: float = MOST
     with_reading: float = MOST
-    others: dict[tuple[Key, bool], tuple[float, int]] = dataclasses.field(default_factory=dict)
+    others: dict[tuple[Key, bool], tuple[float, float]] = dataclasses.field(default_factory=dict)
     look: float = 0.0
     network: float = 0.0
+    num_networks: float = 0.0
 
     @property
     def left(self) -> float:
@@ -165,6 +168,11 @@ class _Steps:
             return
         self.pass_by(count)
 
+    def grow_old(self, count: int) -> None:
+        """So many plain steps have rested."""
+        self.others = {key: (seconds, left_of(number, count)) for key, (seconds, number) in self.others.items()}
+        self.num_networks = left_of(self.num_networks, count)
+
     def pass_by(self, count: int) -> None:
         """So many plain steps were not measured."""
         self.due = max(0.0, self.due - _UNMEASURED * count)
@@ -191,7 +199,10 @@ class _Steps:
             reading = max(0.0, step.network - self.network)  # it takes longer for a long prompt: no average
             saved -= step.network - reading
         elif step.network:
-            self.network = moved(self.network or step.network, step.network)
+            known = self.network or step.network
+            weight = max(_LEAST_WEIGHT, 1.0 / (self.num_networks + 1))
+            self.network = known + weight * (min(step.network, _MOST_TIMES * known) - known)
+            self.num_networks += 1
             saved -= self.network
         self.add(self.share + saved / self.plain, reading / self.plain)
 
@@ -241,12 +252,15 @@ class DraftAccount:
         ``seconds``: of one, on average.
         """
         steps = self._steps.get(kind)
-        if steps is not None and seconds > 0.0:
-            steps.enter_together(count, seconds)
+        if steps is not None:
+            steps.grow_old(count)
+            if seconds > 0.0:
+                steps.enter_together(count, seconds)
 
     def pass_by(self, kind: Kind, count: int) -> None:
         """``count`` steps that ``rest`` has entered are over, and what they took is not known."""
         if (steps := self._steps.get(kind)) is not None:
+            steps.grow_old(count)
             steps.pass_by(count)
 
     def end_rest(self, kind: Kind, count: int) -> None:

@@ -118,7 +118,13 @@ class DraftPlanner:
         self._end_rest()
         if self._rest is not None:
             self.account.pass_by(self._kind, self._rest[1])
+            self._grow_old(self._rest[1])
             self._rest = None
+
+    def _grow_old(self, count: int) -> None:
+        """So many steps have rested."""
+        if self.costs:
+            self.costs.rest(self._kind[0], count, self._kind[1])
 
     def start_over(self) -> None:
         """The steps in flight broke."""
@@ -171,6 +177,7 @@ class DraftPlanner:
             self._rest = None
             seconds = (started - began) / count * self.limits.steps_at_once  # stages compute others meanwhile
             self.account.enter_rest(self._kind, count, seconds)
+            self._grow_old(count)
         if self._adapts and not self._choose():
             if self._keeps_waiting:
                 self._let_go()

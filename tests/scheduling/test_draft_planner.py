@@ -472,7 +472,7 @@ def test_a_step_with_a_short_prompt_says_nothing_of_plain_ones(one_graph: bool) 
     costs = scheduler.drafts.costs
     for drafts in (0, 3):
         found = costs.device(1, drafts, samples=False), costs.device(1, drafts, samples=True)
-        assert found == pytest.approx((1.0 + drafts,) * 2, rel=0.01)
+        assert found == pytest.approx((1.0 + drafts,) * 2, rel=0.05)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
