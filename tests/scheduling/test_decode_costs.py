@@ -106,6 +106,26 @@ def test_what_is_known_of_few_steps_is_tried_again_sooner() -> None:
     assert costs.device(4, 0, samples=False) > 10.7, "of 11; what drafts are compared with stays"
 
 
+def test_what_was_slow_for_a_while_is_tried_again_once_steps_have_rested() -> None:
+    """As soon as steps with drafts are measured again, what they take now counts."""
+    costs = DecodeCosts([((1, 1), 1.0), ((1, 4), 1.0)], pads=False)
+    for _ in range(400):
+        costs.record(1, 3, 1.0)
+        costs.record(1, 0, 1.0)
+    for _ in range(40):
+        costs.record(1, 3, 4.0)
+    assert costs.device(1, 3, samples=False) > 3.5
+    costs.rest(1, 64, samples=False)
+    assert 2.4 < costs.device(1, 3, samples=False) < 2.7
+    costs.rest(1, 400, samples=False)
+    assert costs.device(1, 3, samples=False) == pytest.approx(0.8, rel=0.1), "a little less than a plain step"
+    assert costs.device(1, 0, samples=False) == pytest.approx(1.0, rel=0.1)
+    before = costs.device(1, 3, samples=False)
+    costs.record(1, 3, 1.4)
+    assert costs.device(1, 3, samples=False) == pytest.approx(before + (1.4 - before) / 3, rel=0.01), "not by a tenth"
+    costs.rest(8, 10, samples=True)  # of which nothing is known
+
+
 def test_what_is_alike() -> None:
     padded, own = DecodeCosts(BUCKETS), DecodeCosts(BUCKETS, pads=False)
     assert [padded.key(*sizes) for sizes in ((1, 0), (1, 1), (1, 3), (3, 0), (8, 0))] == [

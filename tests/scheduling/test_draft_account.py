@@ -77,6 +77,20 @@ def rested(account: DraftAccount, seconds: float = PLAIN) -> int:
     return count
 
 
+def test_drafts_come_back_soon_after_they_were_slow_for_a_while() -> None:
+    """A machine that was slow while every step had drafts is fast again when plain steps are measured."""
+    run = Run()
+    run.steps(600, look=0.01, drafts=0.2, gained=1.5)
+    assert sum(run.looked) > 500, "all but plain steps that are measured now and then"
+    run.pace = 5.0
+    while run.looked[-1]:
+        run.steps(1, look=0.01, drafts=0.2, gained=1.5)
+    run.pace = 1.0
+    start = len(run.looked)
+    run.steps(2000, look=0.01, drafts=0.2, gained=1.5)
+    assert sum(run.looked[start:]) > 600, "and not as many thousand steps later as the average of slow ones takes"
+
+
 @pytest.mark.parametrize(("look", "drafts"), [(0.01, 0.0), (0.02, 0.2), (2.0, 0.5)])
 def test_what_never_pays_loses_the_share_and_what_there_was_at_the_start(look: float, drafts: float) -> None:
     run = Run()

@@ -40,6 +40,7 @@ class Requests:
         self.swapped = dict[RequestId, tuple[int, list[int]]]()  # tokens computed, and host blocks
         self.num_told = dict[RequestId, int]()
         self.num_started = self.num_checked = self.num_lacking = self.num_shared = self.num_short = 0
+        self.num_with_all = 0
         self.columns: dict[str, list[Any]] = {}
 
     def take(self) -> int:
@@ -163,7 +164,10 @@ class Requests:
         filled: dict[str, Any] = {name: tuple(values) for name, values in columns.items()}
         output = SchedulerOutput(
             request_ids=names, num_scheduled_tokens=tuple(counts), num_computed_tokens=starts,
-            num_samples=tuple(0 if start + count < PROMPT else 1 for start, count in zip(starts, counts, strict=True)),
+            num_samples=tuple(
+                count if start >= PROMPT else int(start + count == PROMPT)
+                for start, count in zip(starts, counts, strict=True)
+            ),
             feedback=(-1,) * len(names), token_ids=(0,) * sum(counts), known_tokens=tuple(known_tokens),
             drafts_next=drafts_next, **filled,
         )  # fmt: skip
@@ -184,12 +188,15 @@ class Requests:
         if is_done:
             return covered
         if output.drafts_next:
+            has_all_of_all = coverage.has_all_of(output)
+            self.num_with_all += has_all_of_all
             coverage.begin_step(output, rows, self.store)
             for name, row, start in zip(output.request_ids, rows.tolist(), output.num_computed_tokens, strict=True):
                 found = coverage.num_covered(name, row, start, self.store)
                 slots = enumerate(self.slots(name, 0, start))
                 wanted = next((p for p, slot in slots if self.drafter.get(slot, ()) != self.model[slot]), start)
                 assert found <= wanted
+                assert found == start or not has_all_of_all
                 self.num_short += found < wanted  # of a block that was filled behind a gap, the end may be forgotten
                 self.num_checked += 1
                 self.num_lacking += found < start
@@ -230,6 +237,7 @@ def test_what_is_lacking_is_known_slot_by_slot(seed: int) -> None:
         requests.step(drafts)
     assert requests.num_checked > 150
     assert requests.num_lacking > 25
+    assert requests.num_with_all > 10
     assert requests.num_shared > 0
     assert requests.num_short < 0.02 * requests.num_checked
 
@@ -239,6 +247,24 @@ def step(name: str, start: int, count: int, **others: Any) -> SchedulerOutput:
         request_ids=(RequestId(name),), num_scheduled_tokens=(count,), num_computed_tokens=(start,), num_samples=(1,),
         feedback=(-1,), token_ids=(0,) * count, **others,
     )  # fmt: skip
+
+
+def test_who_has_all_is_told_of_and_decodes_tokens_that_are_known() -> None:
+    """Else a step goes the long way, which finds out what is lacking."""
+    coverage, store, name = DraftCoverage(LIMITS, BLOCKS, HOST_BLOCKS), RequestRows(LIMITS, 100), RequestId("a")
+    admission = StartedRequest(name, SamplingParams(), 0, (), ())
+    first = step("a", 0, 6, drafts_next=True, admissions=(admission,), table_updates=((name, 0, (3, 5)),))
+    assert not coverage.expect(first)
+    next_one = step("a", 6, 1, drafts_next=True, known_tokens=((0, 0, (1,) * 7),))
+    assert not coverage.has_all_of(next_one), "it has nothing yet"
+    coverage.end_step(first, store.update(first), np.array([True]), store)
+    assert coverage.has_all_of(next_one)
+    assert not coverage.has_all_of(next_one._replace(known_tokens=()))
+    assert not coverage.has_all_of(next_one._replace(feedback=(0,)))
+    assert not coverage.has_all_of(next_one._replace(num_scheduled_tokens=(2,)))
+    others = {"request_ids": (name, RequestId("b")), "num_scheduled_tokens": (1, 1), "num_samples": (1, 1)}
+    known = ((0, 0, (1,)), (1, 0, (1,)))
+    assert not coverage.has_all_of(next_one._replace(**others, feedback=(-1, -1), known_tokens=known))
 
 
 def test_steps_that_are_not_drafted_behind_need_not_be_entered() -> None:
