@@ -122,7 +122,7 @@ def test_what_was_slow_for_a_while_is_tried_again_once_steps_have_rested() -> No
     assert costs.device(1, 0, samples=False) == pytest.approx(1.0, rel=0.1)
     before = costs.device(1, 3, samples=False)
     costs.record(1, 3, 1.4)
-    assert costs.device(1, 3, samples=False) == pytest.approx(before + (1.4 - before) / 3, rel=0.01), "not by a tenth"
+    assert costs.device(1, 3, samples=False) == pytest.approx(before + (1.4 - before) / 5, rel=0.02), "not by a tenth"
     costs.rest(8, 10, samples=True)  # of which nothing is known
 
 
