@@ -14,7 +14,9 @@ from torch import Tensor
 
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.models.inputs import FeatureCache, HiddenCache
+from compiled_llm.models.linears.quantized import Joined, Quantized
 from compiled_llm.worker.draft_network import DraftPlan
+from compiled_llm.worker.memory import num_bytes
 from tests.draft_heads import (
     HEAD_CONFIG,
     Eagle3Reference,
@@ -23,6 +25,7 @@ from tests.draft_heads import (
     medusa_tensors,
     write_eagle3,
     write_head,
+    write_medusa,
 )
 from tests.drafting_networks import Drafted, record_drafts
 from tests.e2e.test_draft_model import ENGINES, SMALL, SWAP, Work, drafted_as_plain, random_work, serve
@@ -261,3 +264,53 @@ def test_its_memory_is_in_the_ledger(tmp_path: Path) -> None:
     tensors = load_file(Path(directory) / "model.safetensors")
     own = sum(value.nbytes for value in tensors.values())
     assert own <= ledger.bytes_of("drafter's weights") < own + 307 * 112 * 4
+
+
+def kinds_of(layer: Any) -> set[str]:
+    """The formats of the linear layers in it; "" for those that are not quantised."""
+    parts = layer.layers if isinstance(layer, Joined) else (layer,)
+    return {part.scheme.form.element if isinstance(part, Quantized) else "" for part in parts}
+
+
+@pytest.mark.parametrize(
+    ("others", "asked", "expected"),
+    [
+        ({"dtype": "bfloat16"}, None, "int8"),
+        ({"dtype": "float32"}, None, ""),
+        ({"dtype": "bfloat16"}, "none", ""),
+        ({"dtype": "float32"}, "int4_w4a8", "int4"),
+    ],
+)
+def test_on_a_cpu_networks_and_the_head_that_they_share_are_in_8_bits(
+    others: dict[str, Any], asked: str | None, expected: str, tmp_path: Path
+) -> None:
+    """Unless that is asked for, or float32; and no token is another one."""
+    target = checkpoint("llama")
+    made = {"eagle3": write_eagle3(tmp_path / "eagle3", target), "medusa": write_medusa(tmp_path / "medusa", target)}
+    params = SamplingParams(max_tokens=8, temperature=1.0, seed=3)
+    arguments = {**SMALL, **others, "enforce_eager": True}
+    with CompiledEngine(str(target), **arguments) as plain:
+        tokens = plain.generate([[5, 6, 7]], params)[0].outputs[0].token_ids
+    for method, directory in made.items():
+        config = {"method": method, "model": directory, "quantization": asked, "adaptive": False}
+        with CompiledEngine(str(target), **arguments, speculative_config=config) as engine:
+            runner = engine.own_runner
+            network, shared = runner.steps.drafting.network, runner.steps.weights.head
+            weights = network.weights
+            assert kinds_of(weights.head) == {"int8" if asked == "int4_w4a8" else expected}
+            assert (weights.head is shared) == (not expected)
+            layers = [weights.fc] if method == "eagle3" else [block for head in weights.layers for block in head]
+            assert set().union(*map(kinds_of, layers)) == {expected}
+            of_head = num_bytes(weights.head) if expected else 0
+            assert network.nbytes > of_head
+            assert engine.generate([[5, 6, 7]], params)[0].outputs[0].token_ids == tokens
+
+
+def test_a_head_that_is_quantised_is_shared_as_it_is(tmp_path: Path) -> None:
+    target = checkpoint("llama")
+    config = {"method": "eagle3", "model": write_eagle3(tmp_path / "eagle3", target)}
+    arguments = {**SMALL, "dtype": "bfloat16", "quantization": "int8", "enforce_eager": True}
+    with CompiledEngine(str(target), **arguments, speculative_config=config) as engine:
+        steps = engine.own_runner.steps
+        assert steps.drafting.network.weights.head is steps.weights.head
+        assert kinds_of(steps.drafting.network.weights.fc) == {"int8"}
