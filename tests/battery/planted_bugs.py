@@ -199,6 +199,8 @@ HEADS = Checks(
     ("tests/worker/test_head_coverage.py", "tests/step/test_head_drafting.py", "tests/e2e/test_draft_heads.py"),
     load_torch=True,
 )
+ROWS_BELOW = Checks(("tests/step/test_drafting.py",), load_torch=True)
+PIECES = Checks(("tests/compiling/test_native_pieces.py",), load_torch=True)
 TAGS = Checks(("tests/battery/test_tags.py", "tests/worker/test_step_buffers.py"), load_torch=True)
 LAST_ROWS = Checks(("tests/models/test_last_rows.py", "tests/e2e/test_last_rows.py"), load_torch=True)
 LAST_LAYER = Checks(
@@ -431,6 +433,9 @@ _PLANTED = """
             DecodeCosts.record: max(1.0, _FEW_STEPS / number) if other else 1.0 => 1.0
         what is known of few steps without drafts is forgotten soon
             DecodeCosts.record: max(1.0, _FEW_STEPS / number) if other else 1.0 => max(1.0, _FEW_STEPS / number)
+    scheduling.costs, ACCOUNT
+        what was slow once counts as much as ever
+            left_of: max(min(count, _LEAST_LEFT), count * _LEFT_OF_COUNT**num_passed) => count
     scheduling.draft_account, ACCOUNT
         the first plain steps behind drafts are measured
             _Steps.enter_together: self.num_before < SETTLED => False
@@ -587,6 +592,12 @@ _PLANTED = """
         all drafts have the noise of the first
             draft_head_function: features, position = feed_back(weights, rows, model_config), position + 1
                 => features, position = feed_back(weights, rows, model_config), position
+    step.drafting, ROWS_BELOW
+        rows of a request begin one too late
+            rows_below: ends[None, :] <= numbers[:, None] => ends[None, :] < numbers[:, None]
+    compiling.native_pieces, PIECES
+        tensors of pieces of one graph have the same names
+            inlined: f"p{number}_{made}" => made
     worker.head_coverage, HEADS
         a block that another token follows is taken as it is
             HeadCoverage.begin_step: ends[self._followers[blocks] != self._token_ids[row, ends]] => ends[:0]
@@ -620,6 +631,10 @@ _PLANTED = """
             DraftCoverage._move: move(output.copies, device, device) =>
         a block that another request had is taken for computed
             DraftCoverage._enter_tables: blocks[whole] if len(blocks) == whole + 1 else list(blocks[whole:]) => []
+        a token that the device alone knows is taken for told
+            DraftCoverage.has_all_of: max(output.feedback) < 0 => True
+        one request of which a network has all is taken for all requests
+            DraftCoverage.has_all_of: self._complete.issuperset(output.request_ids) => bool(self._complete)
         a request that takes the blocks of another is taken to lack nothing
             DraftCoverage._enter_tables: self._complete.discard(name) =>
         tokens of the first request are entered for all
