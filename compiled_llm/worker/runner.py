@@ -199,9 +199,10 @@ class ModelRunner(StartedModel, Worker):
         drafts = drafting.run(output, bucket, rows, self.rows)
         if drafts is None:
             return None
-        if slot is None or slot.drafts is None:
-            return drafts._replace(token_ids=drafts.token_ids[: len(drafts.places)].numpy().copy())
-        slot.drafts.copy_(drafts.token_ids, non_blocking=True)
+        if slot is None:
+            return drafts._replace(token_ids=drafting.token_ids[: len(drafts.places)].numpy().copy())
+        assert slot.drafts is not None
+        slot.drafts.copy_(drafting.token_ids, non_blocking=True)
         return drafts._replace(token_ids=slot.drafts)
 
     def collect(self, step: LaunchedStep) -> StepResult:
