@@ -27,11 +27,12 @@ class Gains:
 
     Attributes:
         came_together: whether none of them came while others ran.
+        kind: of the steps in which this was gained, which have an account of their own.
     """
 
     def __init__(self) -> None:
         self.came_together = True
-        self._kind: Kind | None = None  # of the steps in which this was gained
+        self.kind: Kind | None = None
         self._gained: dict[Request, int] = {}  # tokens, of those that gained some
         self._least = 0  # of all, when this was taken last
 
@@ -44,8 +45,11 @@ class Gains:
         self._gained.clear()
         self._least = 0
 
-    def accept(self, request: Request, count: int) -> None:
-        """So many drafts of it were right."""
+    def accept(self, request: Request, count: int, kind: Kind) -> None:
+        """So many drafts of it were right, in a step of this kind. If others were of another one, all begins anew."""
+        if kind != self.kind:
+            self.kind = kind
+            self.start_over()
         self._gained[request] = self._gained.get(request, 0) + count
 
     def end(self, request: Request, some_run: bool) -> None:
@@ -55,14 +59,8 @@ class Gains:
             self.start_over()
             self.came_together = True
 
-    def take_least(self, running: Sequence[Request], kind: Kind) -> int:
-        """How many tokens each of them has gained since this was last taken, at least.
-
-        In steps of another ``kind`` than then, which have another account, all begins anew.
-        """
-        if kind != self._kind:
-            self._kind = kind
-            self.start_over()
+    def take_least(self, running: Sequence[Request]) -> int:
+        """How many tokens each of them has gained since this was last taken, at least."""
         least = min(self._gained.get(request, 0) for request in running)
         more, self._least = least - self._least, least
         return more

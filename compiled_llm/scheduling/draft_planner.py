@@ -310,7 +310,7 @@ class DraftPlanner:
             self._reader.read_samples(request, start, drafts, sampled)
         if count > 0:
             self._num_accepted += count
-            self._gains.accept(request, count)
+            self._gains.accept(request, count, self._kind)
             counts = self.running_set.counts
             counts.num_accepted_draft_tokens += count
             known = counts.num_accepted_by_position
@@ -366,13 +366,13 @@ class DraftPlanner:
     def _gained(self, num_accepted: int, num_requests: int) -> float:
         """How many plain steps the right drafts of a step have saved."""
         gained = num_accepted / num_requests
-        if num_requests == 1 or not self._end_together():
+        if num_requests == 1 or not num_accepted or not self._end_together():
             return gained
         shared = self._shared(num_requests)
-        return shared * self._gains.take_least(self.running_set.running, self._kind) + (1.0 - shared) * gained
+        return shared * self._gains.take_least(self.running_set.running) + (1.0 - shared) * gained
 
     def _end_together(self) -> bool:
-        """Whether all is done when the last of the requests is that run."""
+        """Whether all is done when the last of the requests is that run. While others wait, none is behind."""
         if self.running_set.waiting or self.running_set.prefix_cache.num_held_back:
             self._gains.start_over()
             return False
@@ -391,8 +391,8 @@ class DraftPlanner:
         self.proposed.pop(request, None)
         running = self.running_set.running
         self._gains.end(request, bool(running or self.running_set.waiting))
-        if running and self._kind[0] > 1 and self._end_together():
-            more = self._gains.take_least(running, self._kind)
+        if running and self._gains.kind == self._kind and self._kind[0] > 1 and self._end_together():
+            more = self._gains.take_least(running)
             self.account.gain(self._kind, self._shared(max(2, len(running))) * more)
         if not running:  # nobody knows when the next step begins
             self._drop_rest()

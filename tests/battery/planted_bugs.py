@@ -444,7 +444,7 @@ _PLANTED = """
             Gains.take_least: min(self._gained.get(request, 0) for request in running)
                 => max(self._gained.get(request, 0) for request in running)
         what was gained beside others counts alone
-            Gains.take_least: kind != self._kind => False
+            Gains.accept: self.start_over() => ...
         requests have come together once one came by itself
             Gains.come: self.came_together and not others_run => not others_run
         a server never has a batch again

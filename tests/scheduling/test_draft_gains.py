@@ -18,27 +18,26 @@ def requests_of(count: int) -> list[Request]:
 def test_what_all_have_gained_is_gained_and_no_more() -> None:
     gains, (one, two, three) = Gains(), requests_of(3)
     running = [one, two, three]
-    assert gains.take_least(running, FOUR) == 0
+    assert gains.take_least(running) == 0
     for request, count in ((one, 3), (two, 2), (one, 3)):
-        gains.accept(request, count)
-    assert gains.take_least(running, FOUR) == 0, "the third has gained nothing"
-    gains.accept(three, 5)
-    assert gains.take_least(running, FOUR) == 2, "what the second has"
-    assert gains.take_least(running, FOUR) == 0, "not twice"
-    gains.accept(two, 2)
-    assert gains.take_least(running, FOUR) == 2
+        gains.accept(request, count, FOUR)
+    assert gains.take_least(running) == 0, "the third has gained nothing"
+    gains.accept(three, 5, FOUR)
+    assert gains.take_least(running) == 2, "what the second has"
+    assert gains.take_least(running) == 0, "not twice"
+    gains.accept(two, 2, FOUR)
+    assert gains.take_least(running) == 2
 
 
 def test_once_the_slowest_has_ended_what_others_have_gained_more_counts() -> None:
     gains, (slow, fast, faster) = Gains(), requests_of(3)
-    gains.take_least([slow, fast, faster], FOUR)
     for request, count in ((slow, 1), (fast, 5), (faster, 9)):
-        gains.accept(request, count)
-    assert gains.take_least([slow, fast, faster], FOUR) == 1
+        gains.accept(request, count, FOUR)
+    assert gains.take_least([slow, fast, faster]) == 1
     gains.end(slow, some_run=True)
-    assert gains.take_least([fast, faster], FOUR) == 4
+    assert gains.take_least([fast, faster]) == 4
     gains.end(faster, some_run=True)
-    assert gains.take_least([fast], FOUR) == 0, "it had gained less than the one that ended"
+    assert gains.take_least([fast]) == 0, "it had gained less than the one that ended"
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -48,19 +47,19 @@ def test_all_that_is_taken_is_what_the_last_request_has_gained(seed: int) -> Non
     gains, running = Gains(), requests_of(6)
     left = {request: rng.randint(1, 60) for request in running}
     chance = {request: rng.random() for request in running}
-    taken, num_gained = gains.take_least(running, FOUR), dict.fromkeys(running, 0)
+    taken, num_gained = gains.take_least(running), dict.fromkeys(running, 0)
     while running:
         for request in list(running):
             left[request] -= 1
             if rng.random() < chance[request]:
-                gains.accept(request, 2)
+                gains.accept(request, 2, FOUR)
                 num_gained[request] += 2
                 left[request] -= 2
             if left[request] <= 0 and len(running) > 1:
                 running.remove(request)
                 gains.end(request, some_run=True)
-                taken += gains.take_least(running, FOUR)
-        taken += gains.take_least(running, FOUR)
+                taken += gains.take_least(running)
+        taken += gains.take_least(running)
         assert taken == min(num_gained[request] for request in running)
         if left[running[0]] <= 0 and len(running) == 1:
             break
@@ -69,13 +68,12 @@ def test_all_that_is_taken_is_what_the_last_request_has_gained(seed: int) -> Non
 
 def test_what_was_gained_in_steps_of_another_account_is_not_entered_in_this_one() -> None:
     gains, running = Gains(), requests_of(2)
-    gains.take_least(running, FOUR)
     for request in running:
-        gains.accept(request, 5)
-    assert gains.take_least(running, (2, True)) == 0
+        gains.accept(request, 5, FOUR)
     for request in running:
-        gains.accept(request, 3)
-    assert gains.take_least(running, (2, True)) == 3
+        gains.accept(request, 3, (2, True))
+    assert gains.kind == (2, True)
+    assert gains.take_least(running) == 3
 
 
 def test_requests_came_together_unless_one_came_while_others_ran_until_none_does() -> None:
@@ -86,13 +84,13 @@ def test_requests_came_together_unless_one_came_while_others_ran_until_none_does
     gains.come(others_run=True)
     gains.come(others_run=False)
     assert not gains.came_together
-    gains.accept(one, 7)
-    gains.accept(two, 7)
+    gains.accept(one, 7, FOUR)
+    gains.accept(two, 7, FOUR)
     gains.end(one, some_run=True)
     assert not gains.came_together
     gains.end(two, some_run=False)
     assert gains.came_together
-    assert gains.take_least([one, two], FOUR) == 0
+    assert gains.take_least([one, two]) == 0
 
 
 def test_a_token_of_a_request_that_is_behind_is_worth_more() -> None:
