@@ -72,6 +72,18 @@ class DecodeCosts:
         size, drafts = start.key(num_requests, num_drafts)
         return start.seconds(num_requests, num_drafts) * self._ratio(self._ratios[samples].get(size, {}), drafts)
 
+    def shared(self, num_requests: int, samples: bool) -> float:
+        """The share of a plain step that is no request's own: that is spent however many there are. 0 to 1.
+
+        As measured at the start, since later steps of one request and of several are of different times. Two requests
+        or more.
+        """
+        one, all_of_them = (self._start[samples].seconds(count, 0) for count in (1, num_requests))
+        if all_of_them <= 0.0:
+            return 0.0
+        own = max(0.0, all_of_them - one) / (num_requests - 1)
+        return max(0.0, 1.0 - num_requests * own / all_of_them)
+
     @staticmethod
     def _ratio(known: Mapping[int, tuple[float, float]], drafts: int) -> float:
         """Of steps that were not seen, it is that of those with fewer drafts, and less the more of these ran."""

@@ -231,6 +231,17 @@ class DraftAccount:
             return goes_on
         return not steps.due
 
+    def network(self, kind: Kind) -> float:
+        """Seconds in which a network of the worker drafts behind a step of this kind; 0: none did yet."""
+        steps = self._steps.get(kind)
+        return steps.network if steps is not None else 0.0
+
+    def gain(self, kind: Kind, saved: float) -> None:
+        """Earlier steps of this kind turn out to have saved so many plain steps more than was entered of them."""
+        steps = self._steps.get(kind)
+        if steps is not None:
+            steps.add(saved)
+
     def rest(self, kind: Kind) -> int:
         """How many plain steps of a kind are to rest now. What they enter is entered at once."""
         steps = self._steps.get(kind)

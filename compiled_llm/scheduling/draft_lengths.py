@@ -104,6 +104,7 @@ def lengths(
     most: int,
     *,
     nodes: Sequence[Sequence[float]] = (),
+    weights: Sequence[float] = (),
 ) -> list[int]:
     """How many of its drafts a step takes of each request that has some.
 
@@ -114,18 +115,19 @@ def lengths(
         seconds: of the step with so many drafts; infinite where there is no room.
         most: drafts of the step.
         nodes: of each request whose drafts are a tree the chance of each to be right, falling; else nothing.
+        weights: what a token of each is worth; empty: as much of one as of another.
     """
     worths = []
     for index, (chance, count) in enumerate(zip(chances, available, strict=True)):
-        worth = 1.0
+        worth, weight = 1.0, weights[index] if weights else 1.0
         if nodes and nodes[index]:
-            worths += [(-worth, index) for worth in nodes[index][:count] if worth >= _LEAST_WORTH_OF_NODES]
+            worths += [(-worth * weight, index) for worth in nodes[index][:count] if worth >= _LEAST_WORTH_OF_NODES]
             continue
         for _ in range(count):
             worth *= chance
             if worth < _LEAST_WORTH:
                 break
-            worths.append((-worth, index))
+            worths.append((-worth * weight, index))
     worths.sort()
     del worths[most:]
     best, tokens, plain = 0, float(num_requests), seconds(0)

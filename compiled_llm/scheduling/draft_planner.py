@@ -9,6 +9,7 @@ from typing import NamedTuple
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.decode_costs import DecodeCosts
 from compiled_llm.scheduling.draft_account import DoneStep, DraftAccount, Kind
+from compiled_llm.scheduling.draft_gains import LEAST_OF_MEAN, Gains, weights
 from compiled_llm.scheduling.draft_lengths import Chances, History, lengths, lengths_beside_prompts
 from compiled_llm.scheduling.draft_trees import DraftTree, allowed
 from compiled_llm.scheduling.drafter import DraftSource, ReadsSamples
@@ -19,9 +20,6 @@ from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.worker import StepResult
 from compiled_llm.scheduling.worker_drafts import WorkerDrafts
 
-# Of the tokens that several requests gain on average, while no other waits for a place: all are done when the last is.
-# Of four and of sixteen requests it gained 0.4 to 0.6 of what they did on average, where that was much.
-_WORTH_OF_SEVERAL = 0.6
 # For the last tokens of requests, so many or fewer of each, a network does not begin to read if it lacks more than
 # ``_READ_FOR_A_TOKEN`` times as many. The head of the bundled model read 180 to 240 in the time of a step.
 _LAST_TOKENS, _READ_FOR_A_TOKEN = 16, 64
@@ -68,7 +66,7 @@ class DraftPlanner:
         self._adapts = source.adapts and bool(self.costs)
         self.running_set.counts.num_accepted_by_position = (0,) * limits.num_draft_tokens
         self._histories: dict[Request, History] = {}
-        self._of_all = Chances()
+        self._of_all, self._gains = Chances(), Gains()
         # Whether the step that is being planned may look for drafts, or have a network make some.
         # On a CPU alone one graph computes steps with drafts and without.
         self.account, self._pays = DraftAccount(one_graph=limits.mixes_lens), True
@@ -91,6 +89,10 @@ class DraftPlanner:
         self._done: DoneStep | None = None
         self._of_worker = source if isinstance(source, WorkerDrafts) else None
         self._reader = source if isinstance(source, ReadsSamples) else None
+
+    def come(self) -> None:
+        """A request has come that is no fork of another."""
+        self._gains.come(bool(self.running_set.running))
 
     def takes_drafts(self, request: Request) -> bool:
         """Whether tokens of ``request``, which has just come, may be drafted at all."""
@@ -315,6 +317,7 @@ class DraftPlanner:
             self._reader.read_samples(request, start, drafts, sampled)
         if count > 0:
             self._num_accepted += count
+            self._gains.accept(request, count, self._kind)
             counts = self.running_set.counts
             counts.num_accepted_draft_tokens += count
             known = counts.num_accepted_by_position
@@ -370,8 +373,21 @@ class DraftPlanner:
     def _gained(self, num_accepted: int, num_requests: int) -> float:
         """How many plain steps the right drafts of a step have saved."""
         gained = num_accepted / num_requests
-        others_wait = len(self.running_set.waiting) + self.running_set.prefix_cache.num_held_back
-        return gained if num_requests == 1 or others_wait else _WORTH_OF_SEVERAL * gained
+        if num_requests == 1 or not num_accepted or not self._end_together():
+            return gained
+        shared = self._shared(num_requests)
+        return shared * self._gains.take_least(self.running_set.running) + (1.0 - shared) * gained
+
+    def _end_together(self) -> bool:
+        """Whether all is done when the last of the requests is that run. While others wait, none is behind."""
+        if self.running_set.waiting or self.running_set.prefix_cache.num_held_back:
+            self._gains.start_over()
+            return False
+        return self._adapts and self._gains.came_together
+
+    def _shared(self, num_requests: int) -> float:
+        """The share of a plain step that only the request saves that gains least: the others save their own parts."""
+        return min(self.costs.shared(num_requests, self._kind[1]), 1.0 - LEAST_OF_MEAN)
 
     def end(self, request: Request) -> None:
         """A request has ended."""
@@ -380,7 +396,12 @@ class DraftPlanner:
         if history is not None:
             history.compare(request.output_token_ids, self._of_all)
         self.proposed.pop(request, None)
-        if not self.running_set.running:  # nobody knows when the next step begins
+        running = self.running_set.running
+        self._gains.end(request, bool(running or self.running_set.waiting))
+        if running and self._gains.kind == self._kind and self._kind[0] > 1 and self._end_together():
+            more = self._gains.take_least(running)
+            self.account.gain(self._kind, self._shared(max(2, len(running))) * more)
+        if not running:  # nobody knows when the next step begins
             self._drop_rest()
             self._done = None
         self.source.end(request)
@@ -447,10 +468,17 @@ class DraftPlanner:
             return lengths_beside_prompts(chances, available, most)
         nodes = [drafts.worths if isinstance(drafts, DraftTree) else () for drafts in proposals]
 
-        def seconds(num_drafts: int) -> float:
-            return costs.device(num_requests, num_drafts, samples) + host[num_drafts > 0]
+        # A network drafts behind each step as long as its drafts pay, however many of them a step verifies.
+        network = self.account.network(self._kind)
 
-        return lengths(chances, available, num_requests, seconds, most, nodes=nodes)
+        def seconds(num_drafts: int) -> float:
+            return costs.device(num_requests, num_drafts, samples) + host[num_drafts > 0] + network
+
+        worth = list[float]()
+        if len(running) > 1 and self._end_together():
+            of_each = dict(zip(running, weights([len(each.output_token_ids) for each in running]), strict=True))
+            worth = [of_each[request] for request in asked]
+        return lengths(chances, available, num_requests, seconds, most, nodes=nodes, weights=worth)
 
 
 def _samples(requests: Sequence[Request]) -> bool:

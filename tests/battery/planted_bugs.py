@@ -182,7 +182,9 @@ ACCOUNT = Checks(("tests/scheduling/test_draft_account.py",), load_torch=False)
 BUCKETS = Checks(("tests/scheduling/test_bucket.py",), load_torch=False)
 COSTS = Checks(("tests/scheduling/test_decode_costs.py",), load_torch=False)
 PLANNER = Checks(("tests/scheduling/test_draft_planner.py",), load_torch=False)
+TOGETHER = Checks(("tests/scheduling/test_draft_planner_together.py",), load_torch=False)
 LENGTHS = Checks(("tests/scheduling/test_draft_lengths.py",), load_torch=False)
+GAINS = Checks(("tests/scheduling/test_draft_gains.py",), load_torch=False)
 DRAFTERS = Checks(("tests/drafting/test_suffix.py",), load_torch=False)
 LOOKAHEAD = Checks(("tests/drafting/test_lookahead.py", "tests/scheduling/test_drafts.py"), load_torch=False)
 LAYER_SKIP = Checks(("tests/e2e/test_layer_skip.py",), load_torch=True)
@@ -420,7 +422,40 @@ _PLANTED = """
             DraftPlanner.plan_next: self._num_rests += 1 => ...
         tokens of short prompts are no tokens of a step that decodes
             DraftPlanner.record: num_tokens - num_requests => num_drafts
+    scheduling.draft_planner, TOGETHER
+        what requests gain on average is gained though the last one gains nothing
+            DraftPlanner._shared: self.costs.shared(num_requests, self._kind[1]) => 0.0
+        a request that gains nothing takes all from the others
+            DraftPlanner._shared: min(self.costs.shared(num_requests, self._kind[1]), 1.0 - LEAST_OF_MEAN) => 1.0
+        where others wait the slowest request decides
+            DraftPlanner._end_together: self.running_set.waiting or self.running_set.prefix_cache.num_held_back => False
+        where requests come and go the slowest request decides
+            DraftPlanner.come: bool(self.running_set.running) => False
+        a fork comes while others run
+            DraftPlanner.takes_drafts: self._end_rest() => (self._end_rest(), self.come())
+        what others gained more than the slowest is lost when that ends
+            DraftPlanner.end: self._shared(max(2, len(running))) * more => 0.0
+        what a network takes does not count in the choice of drafts
+            DraftPlanner._lengths: self.account.network(self._kind) => 0.0
+        drafts of requests that are behind come no sooner
+            DraftPlanner._lengths: [of_each[request] for request in asked] => []
+    scheduling.draft_gains, GAINS
+        what was gained counts in each step again
+            Gains.take_least: more, self._least = least - self._least, least => more = least
+        what the fastest has gained counts
+            Gains.take_least: min(self._gained.get(request, 0) for request in running)
+                => max(self._gained.get(request, 0) for request in running)
+        what was gained beside others counts alone
+            Gains.accept: self.start_over() => ...
+        requests have come together once one came by itself
+            Gains.come: self.came_together and not others_run => not others_run
+        a server never has a batch again
+            Gains.end: self.came_together = True => ...
+        a token of the fastest request is worth most
+            weights: (count + _SOME_MORE) ** -_POWER => (count + _SOME_MORE) ** _POWER
     scheduling.decode_costs, COSTS
+        all requests take no time of their own
+            DecodeCosts.shared: num_requests * own / all_of_them => 0.0
         steps with drafts and plain ones have one ratio
             _Curves.key: num_drafts.bit_length() => 0
         steps of all numbers of requests have one ratio

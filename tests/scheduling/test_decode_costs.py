@@ -140,6 +140,21 @@ def test_what_is_alike() -> None:
     assert own.key(4, 0) != own.key(4, 1)
 
 
+@pytest.mark.parametrize("pads", [False, True])
+def test_the_share_of_a_step_that_is_no_requests_own_follows_from_more_requests(pads: bool) -> None:
+    def shared(*seconds: float) -> float:
+        costs = DecodeCosts([((size, size), value) for size, value in zip((1, 4), seconds, strict=True)], pads=pads)
+        costs.record(4, 0, 9.0)
+        return costs.shared(4, samples=False)
+
+    assert shared(1.0, 1.0) == 1.0
+    assert shared(1.0, 1.3) == pytest.approx(0.9 / 1.3)
+    assert shared(1.0, 4.0) == 0.0
+    assert shared(1.0, 9.0) == 0.0, "a request takes longer beside others"
+    assert shared(1.2, 1.0) == 1.0, "measured in a slow moment"
+    assert shared(0.0, 0.0) == 0.0
+
+
 def test_what_the_host_takes_is_known_with_drafts_and_without() -> None:
     costs = DecodeCosts(BUCKETS)
     assert costs.host(1, has_drafts=True) == 0.0

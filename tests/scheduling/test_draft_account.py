@@ -185,6 +185,31 @@ def test_a_network_that_was_not_worth_reading_a_prompt_reads_no_other_for_long()
     assert num_rested == pytest.approx((20 - MOST) / SHARE, rel=0.05)
 
 
+def test_what_a_network_takes_is_known_once_it_has_drafted_for_tokens_that_it_had_read() -> None:
+    run = Run()
+    run.steps(FIRST)
+    assert run.account.network(ONE) == run.account.network((4, False)) == 0.0
+    step = DoneStep(ONE, 1, ALIKE, has_drafts=True, seconds=PLAIN, network=3.0, reads=True)
+    run.account.enter(step)
+    assert run.account.network(ONE) == 0.0, "it read a prompt"
+    run.account.enter(step._replace(network=0.2, reads=False))
+    assert run.account.network(ONE) == 0.2
+
+
+def test_what_turns_out_to_have_been_gained_opens_an_account_again() -> None:
+    run = Run()
+    run.steps(FIRST)
+    assert run.account.looks(ONE, goes_on=True)
+    run.account.enter(DoneStep(ONE, 1, ALIKE, has_drafts=False, seconds=PLAIN, looked=9 * PLAIN))
+    assert not run.account.looks(ONE, goes_on=True)
+    run.account.gain((4, False), 3.0)
+    assert not run.account.looks(ONE, goes_on=True), "another account, which there is not yet"
+    run.account.gain(ONE, 3.0)
+    run.account.rest(ONE)
+    run.account.enter_rest(ONE, 16, PLAIN)
+    assert run.account.looks(ONE, goes_on=True)
+
+
 def test_a_network_that_was_worth_it_reads_the_next_prompt() -> None:
     run = Run()
     run.steps(FIRST)

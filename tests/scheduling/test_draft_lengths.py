@@ -85,6 +85,17 @@ def test_no_other_choice_gives_more_tokens_a_second() -> None:
         assert rate(chosen) >= rate([0] * num_requests) * 0.999
 
 
+def test_drafts_of_a_request_whose_tokens_are_worth_more_come_first() -> None:
+    free = FREE.__getitem__
+    assert lengths([0.6, 0.6], [3, 3], 2, free, 3, weights=[1.5, 0.5]) == [3, 0]
+    assert lengths([0.9, 0.6], [3, 3], 2, free, 3, weights=[0.5, 1.5]) == [1, 2]
+    assert lengths([0.9, 0.6], [3, 3], 2, free, 3) == [3, 0]
+    dear = by_row(2)
+    assert sum(lengths([0.3, 0.9], [3, 3], 2, dear, 99, weights=[1.9, 0.1])) == 0, "little is gained of what counts"
+    nodes = [(0.5, 0.4, 0.1), (0.6, 0.5, 0.4)]
+    assert lengths([0.0, 0.0], [3, 3], 2, free, 3, nodes=nodes, weights=[1.5, 0.5]) == [2, 1]
+
+
 def test_beside_prompts_a_draft_has_to_be_likely() -> None:
     assert lengths_beside_prompts([0.9, 0.4, 0.75], [9, 9, 9], 99) == [6, 0, 2]
     assert lengths_beside_prompts([0.9, 0.9], [9, 2], 7) == [6, 1]

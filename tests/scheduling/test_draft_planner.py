@@ -78,9 +78,10 @@ class Server:
 
     Args:
         drafting, reading: seconds of a network behind a decode step, and behind one that computes prompts. All that it
-            guesses is right.
+            guesses is right, but for what ``num_right`` says.
 
     Attributes:
+        num_right: of the first requests, how many of three guesses are right.
         drafts_next: of each step that computed a prompt, whether a network was to draft behind it.
         plans_between: whether another step is planned while one runs, in which nothing can run.
     """
@@ -113,6 +114,7 @@ class Server:
         self.num_steps = 0
         self.drafts_next: list[bool] = []
         self.plans_between = False
+        self.num_right: Sequence[int] = ()
 
     def add(self, count: int = 1, length: int = 20, params: SamplingParams | None = None) -> list[Request]:
         requests = [make_request(f"{len(self.requests) + n}", 3, length) for n in range(count)]
@@ -132,7 +134,9 @@ class Server:
             first = len(request.output_token_ids)
             tokens = expected_tokens(request.prompt_token_ids, first + count + 3)
             sampled += tokens[first : first + count]
-            drafts.append(tuple(tokens[first + count :]))
+            right = self.num_right[int(name.name)] if int(name.name) < len(self.num_right) else 3
+            after = tokens[first + min(count, 1 + right) :][:3]
+            drafts.append(tuple(token if n < right else token + 1 for n, token in enumerate(after)))
         took = (self.reading if computes_prompts else self.drafting) * output.drafts_next
         if computes_prompts:
             self.drafts_next.append(output.drafts_next)
