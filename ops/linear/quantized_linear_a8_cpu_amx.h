@@ -249,8 +249,6 @@ struct BlockProduct {
     for (int64_t g = 0; g < work.x.groups; g += together) {
       const Chunk chunk = {g, std::min(together, work.x.groups - g), 0, group, true};
       const uint8_t* const own = work.w + g * group / QUADS * WORD_BYTES;
-      for (int64_t line = 0; line < chunk.count * group / QUADS; ++line)
-        for (int c = 0; c < C; ++c) __builtin_prefetch(own + (C + c) * w_stride + line * WORD_BYTES, 0, 2);
       if (!direct) widen_codes(chunk, padded);
       const int64_t w_second = direct ? w_stride : chunk.count * padded * WORD_BYTES;
       products.take(
@@ -263,7 +261,8 @@ struct BlockProduct {
           [&](int64_t) -> Strides {
             return {work.x.stride, TILE_ROWS * work.x.stride, step * 4,           group * 4,
                     w_second,      step * WORD_BYTES,         padded * WORD_BYTES};
-          });
+          },
+          {own + C * w_stride, w_stride, chunk.count * group / QUADS});  // of the next column tiles
     }
     products.finish();
   }

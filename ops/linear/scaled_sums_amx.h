@@ -32,6 +32,12 @@ struct Waiting {
   const float* sums = nullptr;
 };
 
+// Lines of later weights, which are fetched a few at a time: the same ones of column tiles `stride` bytes apart.
+struct Lines2 {
+  const uint8_t* first = nullptr;
+  int64_t stride = 0, count = 0, each = 0;
+};
+
 constexpr int EIGHT = 8;             // rows that are scaled together
 constexpr int64_t GROUP_BATCH = 2;  // groups
 
@@ -83,6 +89,7 @@ struct GroupProducts {
   Waiting waiting = {};
   float* before = nullptr;  // the last sums of two row tiles, of which but the first are still in registers
   int turn = 0;
+  Lines2 later = {};
   alignas(64) float sums[2][GROUP_BATCH * 2 * TILE_SUMS];
 
   template <int SUMS, int X, int W>
@@ -105,6 +112,12 @@ struct GroupProducts {
   INLINE static void load_column(const Tiles2& at) { TILES().template load<6>(at.w, 64); }
   INLINE static void load_second(const Tiles2& at, const Strides& by) {
     if constexpr (C > 1) TILES().template load<7>(at.w + by.w_second, 64);
+  }
+
+  INLINE void fetch() {
+    for (int64_t i = 0; i < std::min(later.count, later.each); ++i, later.first += 64)
+      for (int c = 0; c < C; ++c) __builtin_prefetch(later.first + c * later.stride, 0, 2);
+    later.count -= later.each;
   }
 
   // The products of further tiles of inputs of a group.
@@ -134,6 +147,7 @@ struct GroupProducts {
       tiles.template zero<0>();
       multiply<0, 4, 6>();
       if constexpr (R > 1) load_below(now, by);
+      fetch();
       if (last != nullptr) store_sum<2, 1>(last);
       meanwhile();
       if constexpr (C > 1) {
@@ -174,9 +188,11 @@ struct GroupProducts {
     before = last;
   }
 
-  // Groups [first, end) of all rows. at(group, row): where their tiles lie; strides(row).
+  // Groups [first, end) of all rows. at(group, row): where their tiles lie; strides(row). `lines` are fetched meanwhile.
   template <class At, class StridesOf>
-  TARGET void take(int64_t first, int64_t end, const At& at, const StridesOf& strides) {
+  TARGET void take(int64_t first, int64_t end, const At& at, const StridesOf& strides, Lines2 lines = {}) {
+    const int64_t times = (of.rows + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS) * (end - first);
+    later = lines, later.each = (lines.count + times - 1) / times;
     const Tiles2 start = at(first, 0);
     load_rows(start, strides(0)), load_column(start), load_second(start, strides(0));
     for (int64_t row = 0; row < of.rows; row += 2 * TILE_ROWS) {
