@@ -24,7 +24,6 @@ constexpr int64_t TILED_ROWS = 8;            // from here on tile registers are 
 // registers, products of such groups keep their totals in registers.
 constexpr int64_t SHORT_GROUP = 64;
 constexpr int64_t TILED_ROWS_OF_SHORT = 33;
-constexpr int64_t MOST_SUMS = 128;           // rows of sums of the short groups that are multiplied at a time
 constexpr int64_t BLOCK_ROWS = 32;           // of products on tile registers
 constexpr int64_t BLOCK_BYTES = 1 << 19;     // of a block of rows: half of L2
 constexpr int64_t TILES_BYTES = 1 << 18;     // of the column tiles that are used together, about
@@ -248,7 +247,7 @@ void multiply(const Arguments& of, const std::vector<int64_t>& starts, const int
         if (tiled) {
           const int64_t block_rows = (std::min(block, most) + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS;
           place.block_totals.resize(block_rows * cols * TILE);
-          place.sums.resize(std::max(block_rows * cols, MOST_SUMS) * TILE);
+          place.sums.resize(block_rows * cols * TILE);
           place.codes.resize(all.tiles.code_bytes);
         }
         for (int64_t next, i = shares.claim(thread); i >= 0; i = next) {

@@ -11,6 +11,9 @@
 
 #include "quantized_linear_a8_cpu_types.h"
 #include "quantized_zeros.h"
+#ifdef TILES
+#include "scaled_sums_amx.h"
+#endif
 
 namespace {
 namespace ISA {
@@ -55,7 +58,7 @@ INLINE ByteRegister load_bytes(const uint8_t* from) {
 
 #ifdef TILES
 constexpr int64_t SHORT = 32;  // quads of a group, up to which converting its sums takes longer than multiplying
-constexpr int64_t SLOTS = 8;   // for sums of short groups: while those of one are converted, later ones are multiplied
+constexpr int64_t SHORT_CHUNK = 64;  // quads of a chunk of weights in short groups: 8 KiB of two column tiles
 constexpr int64_t CHUNK = 256;  // quads: 32 KiB of two column tiles; with a chunk's rows and sums more than L1 holds
 
 // Quads of a tile of weights, where groups have `group` of them.
@@ -136,6 +139,40 @@ struct Chunk {
   bool last;  // of its groups
 };
 
+// What GroupProducts (scaled_sums_amx.h) asks for.
+template <int C, bool ZEROS, bool BY_GROUPS>
+struct ScaledGroups {
+  const Block8& work;
+  const int64_t group, all, step;  // quads
+  const int64_t rows = work.rows, groups = work.x.groups;
+  float* const totals = work.totals;
+
+  INLINE int64_t steps(int64_t g) const { return (std::min(group, all - g * group) + step - 1) / step; }
+  INLINE void add(int64_t g, int64_t row, const float* sums, Vec (&totals)[EIGHT][C]) const {
+    const int64_t first = g * work.x.across + row;
+    const float *const inputs = work.x.inputs + first, *const of_groups = work.x.of_groups + first;
+    Vec scales[C], zeros[C];
+#pragma GCC unroll 2
+    for (int c = 0; c < C; ++c) {
+      scales[c] = load(work.scales + (c * groups + g) * TILE);
+      if constexpr (ZEROS) zeros[c] = load(work.zeros + (c * groups + g) * TILE);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < EIGHT; ++m) {
+      const Vec input = ZEROS ? broadcast(inputs[m]) : Vec{}, own = BY_GROUPS ? broadcast(of_groups[m]) : Vec{};
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) {
+        Vec sum = convert(reinterpret_cast<IntVec>(load(sums + (m * C + c) * TILE)));
+        if constexpr (ZEROS) sum = fma(-zeros[c], input, sum);
+        if constexpr (BY_GROUPS) sum *= own;
+        totals[m][c] = fma(sum, scales[c], totals[m][c]);
+        asm volatile("" ::"v"(totals[m][c]));  // or GCC loads all sums first, and has no registers for them
+      }
+    }
+  }
+  INLINE void finish(int64_t, int64_t) const {}
+};
+
 template <int BITS, int C>
 struct BlockProduct {
   static constexpr int64_t QUADS = BITS == 4 ? 2 : 1;  // of a word
@@ -167,45 +204,6 @@ struct BlockProduct {
       }
   }
 
-  // A tile of rows, and one of columns, over the whole groups of a chunk. Totals stay in registers: to load and store
-  // them for each group takes longer than to multiply it.
-  template <bool ZEROS, bool BY_GROUPS, class Meanwhile>
-  INLINE void take_short_groups(const Chunk& chunk, const uint8_t* w, int64_t padded, int64_t row, int c,
-                                Meanwhile& fetch) const {
-    const int64_t groups = work.x.groups;
-    float* const to = work.totals + (row * C + c) * TILE;
-    Vec totals[TILE_ROWS];
-#pragma GCC unroll 16
-    for (int i = 0; i < TILE_ROWS; ++i) totals[i] = chunk.g == 0 ? Vec{} : load(to + i * C * TILE);
-    const auto multiply = [&](int64_t j) TARGET __attribute__((always_inline)) {
-      if (j >= chunk.count) return;
-      multiply_quads<1, 1>(work.x.codes + row * work.x.stride + (chunk.g + j) * group * 4, work.x.stride,
-                           w + j * padded * WORD_BYTES, 0, (quads_at(chunk, j) + step - 1) / step, step,
-                           work.sums + j % SLOTS * TILE_ROWS * TILE, true, fetch);
-    };
-    for (int64_t j = 0; j < SLOTS - 1; ++j) multiply(j);
-    for (int64_t j = 0; j < chunk.count; ++j) {
-      multiply(j + SLOTS - 1);
-      const int64_t g = chunk.g + j;
-      const int32_t* const sums = work.sums + j % SLOTS * TILE_ROWS * TILE;
-      const float* const inputs = work.x.inputs + g * work.x.across + row;
-      const float* const of_groups = work.x.of_groups + g * work.x.across + row;
-      const Vec scale = load(work.scales + (c * groups + g) * TILE);
-      const Vec zero = ZEROS ? load(work.zeros + (c * groups + g) * TILE) : Vec{};
-#pragma GCC unroll 16
-      for (int i = 0; i < TILE_ROWS; ++i) {
-        IntVec whole;
-        std::memcpy(&whole, sums + i * TILE, sizeof(whole));
-        Vec sum = convert(whole);
-        if constexpr (ZEROS) sum = fma(-zero, broadcast(inputs[i]), sum);
-        if constexpr (BY_GROUPS) sum *= broadcast(of_groups[i]);
-        totals[i] = fma(sum, scale, totals[i]);
-      }
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < TILE_ROWS; ++i) store(to + i * C * TILE, totals[i]);
-  }
-
   // `next`: the weights that are taken after this chunk, which its products fetch.
   TARGET void take(const Chunk& chunk, const uint8_t* next) const {
     const int64_t steps = (chunk.quads + step - 1) / step, padded = steps * step;
@@ -224,18 +222,6 @@ struct BlockProduct {
         for (int c = 0; c < C; ++c) __builtin_prefetch(line + c * w_stride, 0, 2);
       lines -= each;
     };
-    if (group <= SHORT) {
-      for (int64_t row = 0; row < work.rows; row += TILE_ROWS)
-        for (int c = 0; c < C; ++c) {
-          const uint8_t* const of_column = w + c * stride;
-          const bool by_groups = work.x.by_groups;
-          if (work.zeros != nullptr && by_groups) take_short_groups<true, true>(chunk, of_column, padded, row, c, fetch);
-          else if (work.zeros != nullptr) take_short_groups<true, false>(chunk, of_column, padded, row, c, fetch);
-          else if (by_groups) take_short_groups<false, true>(chunk, of_column, padded, row, c, fetch);
-          else take_short_groups<false, false>(chunk, of_column, padded, row, c, fetch);
-        }
-      return;
-    }
     const bool parts = chunk.skip > 0 || !chunk.last;  // their sums wait for the next chunk
     for (int64_t row = 0; row < work.rows; row += 2 * TILE_ROWS) {
       const int64_t rows = std::min(2 * TILE_ROWS, work.rows - row);
@@ -253,7 +239,40 @@ struct BlockProduct {
     }
   }
 
+  // Groups of up to SHORT quads.
+  template <bool ZEROS, bool BY_GROUPS>
+  TARGET void run_short() const {
+    const ScaledGroups<C, ZEROS, BY_GROUPS> scaled{work, group, all, step};
+    GroupProducts<true, true, C, ScaledGroups<C, ZEROS, BY_GROUPS>> products{scaled};
+    const int64_t padded = (group + step - 1) / step * step, together = std::max<int64_t>(1, SHORT_CHUNK / padded);
+    const bool direct = BITS == 8 && group % step == 0 && all % step == 0;
+    for (int64_t g = 0; g < work.x.groups; g += together) {
+      const Chunk chunk = {g, std::min(together, work.x.groups - g), 0, group, true};
+      const uint8_t* const own = work.w + g * group / QUADS * WORD_BYTES;
+      if (!direct) widen_codes(chunk, padded);
+      const int64_t w_second = direct ? w_stride : chunk.count * padded * WORD_BYTES;
+      products.take(
+          g, g + chunk.count,
+          [&](int64_t at, int64_t row) -> Tiles2 {
+            const uint8_t* const w = direct ? own : work.codes;
+            return {reinterpret_cast<const char*>(work.x.codes + row * work.x.stride + at * group * 4),
+                    reinterpret_cast<const char*>(w + (at - g) * padded * WORD_BYTES)};
+          },
+          [&](int64_t) -> Strides {
+            return {work.x.stride, TILE_ROWS * work.x.stride, step * 4,           group * 4,
+                    w_second,      step * WORD_BYTES,         padded * WORD_BYTES};
+          },
+          {own + C * w_stride, w_stride, chunk.count * group / QUADS});  // of the next column tiles
+    }
+    products.finish();
+  }
+
   TARGET void run() const {
+    if (group <= SHORT) {
+      const bool by_groups = work.x.by_groups;
+      if (work.zeros != nullptr) return by_groups ? run_short<true, true>() : run_short<true, false>();
+      return by_groups ? run_short<false, true>() : run_short<false, false>();
+    }
     const int64_t padded = (group + step - 1) / step * step, together = std::max<int64_t>(1, CHUNK / padded);
     for (int64_t g = 0; g < work.x.groups; g += together)
       for (int64_t skip = 0; skip < std::min(group, all - g * group); skip += CHUNK) {

@@ -79,8 +79,8 @@ struct Block8 {
   int64_t group;       // words
   const float* scales;  // [columns, groups, TILE]
   const float* zeros;   // [columns, groups, TILE], or null
-  float* totals;        // [rows, columns, TILE]
-  int32_t* sums;        // memory for [rows rounded up to 32, columns, TILE], at least [128, TILE]
+  float* totals;        // [rows rounded up to 32, columns, TILE]
+  int32_t* sums;        // memory for as many
   uint8_t* codes;       // and for `code_bytes`
 };
 

@@ -248,6 +248,7 @@ void multiply_tiles(const Layers& of, const TileKernels& kernels, const Rows& ro
     const Tensor sums = empty({(most + 31) / 32 * 32, 2, TILE}, kFloat);
     const Tensor decoded = empty({std::max(kernels.decoded_words, 2 * matrix.part * TILE) + 16}, kInt);
     auto* const aligned = reinterpret_cast<uint32_t*>((reinterpret_cast<uintptr_t>(decoded.data<uint32_t>()) + 63) & ~63);
+    const Tensor numbers = empty({matrix.scales_sums() && most > TILE ? matrix.groups * 4 : 0, TILE}, kFloat);
     const int64_t count = blocks.size() * each;
     for (int64_t next, i = free++; i < count; i = next) {
       next = free++;
@@ -273,6 +274,7 @@ void multiply_tiles(const Layers& of, const TileKernels& kernels, const Rows& ro
              .sums = sums.data<float>(),
              .factors = factors,
              .decoded = aligned,
+             .group_numbers = numbers.data<float>(),
              .bias = bias,
              .out = reinterpret_cast<BFloat16*>(out) + block.row * of.N + tile * TILE,
              .out_stride = of.N,

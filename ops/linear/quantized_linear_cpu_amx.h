@@ -15,6 +15,7 @@
 #include <cmath>
 
 #include "linear_cpu_amx.h"
+#include "scaled_sums_amx.h"
 
 namespace {
 namespace ISA {
@@ -316,13 +317,14 @@ TARGET void multiply_block(const Block& work) {
 // quantized_linear_cpu.cpp says. To scale every weight would take a row alone longer than memory does.
 template <int C>
 struct Parts {
+  static constexpr int64_t PARTS_CHUNK = 64;  // pairs of a chunk of weights for many rows: 8 KiB of two tiles
   const Block& work;
   const Matrix& of = *work.of;
   const __m512i table = _mm512_load_si512(of.values->pairs);  // twice the 16 values
   const int64_t pairs = of.part / 2;
 
   // Pairs [pair, pair + count) of tile c; zeros after the last.
-  TARGET_HALVES void decode(int c, int64_t pair, int64_t count, uint32_t* to) const {
+  INLINE_HALVES void decode(int c, int64_t pair, int64_t count, uint32_t* to) const {
     const int64_t end = std::min((pair + count) / 4, of.inputs / 8);
     const uint8_t* const codes = work.codes + c * of.tile_bytes();
     const uint8_t* const later = work.later + c * of.tile_bytes();
@@ -425,7 +427,7 @@ struct Parts {
   template <int ROWS>
   INLINE_HALVES void multiply_few(int64_t all) const {
     const int64_t parts = of.parts(), room = 2 * pairs * TILE;
-    const auto decode_part = [&](int64_t part) TARGET_HALVES {
+    const auto decode_part = [&](int64_t part) TARGET_HALVES __attribute__((always_inline)) {
       const int64_t own = std::min(pairs, all - part * pairs);
       for (int c = 0; c < C; ++c) decode(c, part * pairs, own, work.decoded + part % 2 * room + c * own * TILE);
       fetch(part);
@@ -442,33 +444,76 @@ struct Parts {
     std::memcpy(work.sums, totals, sizeof(totals));
   }
 
-  INLINE_HALVES void multiply_many(int64_t all) const {
-    const int64_t parts = of.parts(), together = std::max<int64_t>(1, 2 * CHUNK / pairs);
+  // What GroupProducts (scaled_sums_amx.h) asks for, of more rows; its groups are our parts.
+  template <bool ZEROS>
+  struct Scaled {
+    const Parts& all;
+    const int64_t rows = all.work.rows, groups = all.of.parts(), step = all.of.whole ? 0 : 2 * C * TILE;
+    const int64_t words = (all.of.inputs / 2 + TILE - 1) / TILE;  // tiles of inputs
+    float* const totals = all.work.sums;
+
+    INLINE int64_t steps(int64_t part) const { return std::min(all.pairs / TILE, words - part * (all.pairs / TILE)); }
+    INLINE void add(int64_t part, int64_t row, const float* sums, Vec (&totals)[EIGHT][C]) const {
+      const float* const numbers = all.work.group_numbers + part * step;
+      const float* const own = all.work.x_sums + part * rows + row;
+      Vec scales[C], zeros[C];
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) {
+        scales[c] = load(numbers + c * TILE);
+        if constexpr (ZEROS) zeros[c] = load(numbers + (C + c) * TILE);
+      }
+#pragma GCC unroll 8
+      for (int m = 0; m < EIGHT; ++m) {
+        Vec x_sum = {};
+        if constexpr (ZEROS) x_sum = broadcast(own[m]);
+#pragma GCC unroll 2
+        for (int c = 0; c < C; ++c) {
+          Vec sum = load(sums + (m * C + c) * TILE);
+          if constexpr (ZEROS) sum -= zeros[c] * x_sum;
+          totals[m][c] += sum * scales[c];
+          asm volatile("" ::"v"(totals[m][c]));  // or GCC loads all sums first, and has no registers for them
+        }
+      }
+    }
+    INLINE void finish(int64_t row, int64_t end) const { finish_rows<C>(all.work, row, end); }
+  };
+
+  template <bool ZEROS>
+  TARGET_HALVES void multiply_many(int64_t all) const {
+    for (int64_t g = 0; g < of.groups; ++g)
+      for (int c = 0; c < C; ++c) {
+        const int64_t from = (c * of.groups + g) * TILE;
+        float* const to = work.group_numbers + (g * 2 * C + c) * TILE;
+        store(to, load_scales(work.scales, from, of.scale_type));
+        if constexpr (ZEROS) store(to + C * TILE, load_zeros(work.zeros, from, of.zero_type));
+      }
+    const Scaled<ZEROS> scaled{*this};
+    GroupProducts<false, true, C, Scaled<ZEROS>> products{scaled};
+    const int64_t parts = of.parts(), together = std::max<int64_t>(1, PARTS_CHUNK / pairs);
     for (int64_t first = 0; first < parts; first += together) {
       const int64_t end = std::min(first + together, parts), begin = first * pairs;
       const int64_t count = std::min(end * pairs, all) - begin;
       for (int c = 0; c < C; ++c) decode(c, begin, count, work.decoded + c * count * TILE);
       for (int64_t part = first; part < end; ++part) fetch(part);
-      for (int64_t row = 0; row < work.rows; row += TILE) {
-        const int64_t group = row / (2 * TILE) * 2 * TILE, tiles = work.rows - group <= TILE ? 1 : 2;  // of the group
-        Vec totals[TILE][C] = {};
-        if (first > 0) std::memcpy(totals, work.sums + row * C * TILE, sizeof(totals));
-        multiply_parts<TILE>(
-            first, end, work.x + group * all + begin * tiles * TILE + (row - group) * TILE, 64, tiles * TILE * TILE,
-            [&](int64_t part) TARGET_HALVES {
-              return std::pair(work.decoded + (part - first) * pairs * TILE, count * TILE);
-            },
-            work.x_sums + row, TILE, totals);
-        std::memcpy(work.sums + row * C * TILE, totals, sizeof(totals));
-        if (end == parts) finish_rows<C>(work, row, std::min(row + TILE, work.rows));
-      }
+      const auto tiles = [&](int64_t row) { return work.rows - row > TILE ? 2 : 1; };
+      products.take(
+          first, end,
+          [&](int64_t part, int64_t row) -> Tiles2 {
+            return {reinterpret_cast<const char*>(work.x + row * all + part * pairs * tiles(row) * TILE),
+                    reinterpret_cast<const char*>(work.decoded + (part - first) * pairs * TILE)};
+          },
+          [&](int64_t row) -> Strides {
+            const int64_t x_step = tiles(row) * 1024, steps = pairs / TILE;  // of a part
+            return {64, 1024, x_step, steps * x_step, count * 64, 1024, steps * 1024};
+          });
     }
+    products.finish();
   }
 
   INLINE_HALVES void multiply() const {
     const int64_t all = (of.inputs / 2 + TILE - 1) / TILE * TILE;  // pairs
     for (int c = 0; c < C; ++c) store(work.factors + c * TILE, broadcast(1));
-    if (work.rows > TILE) return multiply_many(all);
+    if (work.rows > TILE) return work.zeros != nullptr ? multiply_many<true>(all) : multiply_many<false>(all);
     if (work.rows == 1) multiply_few<1>(all);
     else multiply_few<0>(all);
     finish_rows<C>(work, 0, work.rows);

@@ -67,7 +67,8 @@ struct Block {
   int64_t rows;
   float* sums;        // memory for [rows rounded up to 32, columns, TILE],
   float* factors;     // [columns, TILE],
-  uint32_t* decoded;  // and for `decoded_words`
+  uint32_t* decoded;  // for `decoded_words`,
+  float* group_numbers;  // and, where `scales_sums`, for [groups, 2, columns, TILE]: scales and zeros
   const float* bias;  // [columns, TILE]
   BFloat16* out;
   int64_t out_stride;
