@@ -38,7 +38,7 @@ LIBRARY.define("run_program(int program, int bound, Tensor[] inputs, int[] sizes
 
 
 class Step(NamedTuple):
-    """A call of an op, or a view.
+    """A call of an op or a kernel, a view, or an empty tensor.
 
     Attributes:
         op: its name; ``VIEW``: of ``arguments`` the first is a tensor, then come sizes, strides and an offset.

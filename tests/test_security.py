@@ -76,6 +76,7 @@ ALLOWED = {
     ("ops/native.py", "ctypes.CDLL"): _OWN_LIBRARY,
     ("compiled_llm/report/cpu_loops.py", "ctypes.CDLL"): _OWN_LIBRARY,
     ("ops/native_program.py", "ctypes.CDLL"): _OWN_LIBRARY,
+    ("ops/torch_private.py", "ctypes.CDLL"): "what torch's compiler has built for this user",
     ("ops/torch_private_gpu.py", "ctypes.CDLL"): "torch's own library",
     ("ops/parallel/device_memory.py", "ctypes.CDLL"): "the CUDA driver's library",
     ("compiled_llm/bench/peers/worker.py", "ctypes.CDLL"): "the C library",

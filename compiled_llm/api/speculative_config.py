@@ -124,7 +124,7 @@ class SpeculativeConfig:
         suffix_decoding_min_token_prob: by "suffix": drafts end where one is less likely than this, as counted. None:
             0.1.
         model: by "draft_model": a directory, a .gguf file or a hub id, of a checkpoint in which each token has the id
-            that it has in the model. It runs in the model's dtype, and has a KV cache of its own in the model's blocks.
+            that it has in the model. It has a KV cache of its own in the model's blocks.
             By "eagle3" and "medusa": a directory or hub id of such heads for this model.
         revision: of these: branch, tag or commit of a hub id. None: the main branch.
         quantization: of these, and by "mtp": as the engine argument of this name; the head that a network shares with

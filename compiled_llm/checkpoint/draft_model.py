@@ -5,6 +5,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.api.speculative_config import NETWORK_METHODS, NetworkTree, SpeculativeConfig
 from compiled_llm.checkpoint.eagle3 import eagle3_config
@@ -27,6 +29,7 @@ from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.registry import layers_of
 from compiled_llm.text.tokenizer import Tokenizer
 
+_ROUNDED = "int8_w8a8"
 # Methods whose network reads hidden states -> (config.json, names of tensors or None, the model's) -> its config.
 _HEADS: Mapping[str, Callable[[Mapping[str, Any], Collection[str] | None, ModelConfig], ModelConfig]] = {
     "eagle3": eagle3_config,
@@ -51,6 +54,13 @@ class DraftCheckpoint:
     num_tokens: int
     tree: NetworkTree | None = None
     may_round: bool = False
+
+    def rounded(self, device: torch.device, dtype: torch.dtype) -> "DraftCheckpoint":
+        """With the quantisation that it has there, see ``SpeculativeConfig.quantization``."""
+        if not self.may_round or device.type != "cpu" or dtype == torch.float32 or self.model_config.published:
+            return self
+        config = dataclasses.replace(self.config, quantization=_ROUNDED, keep_weights_twice=False)
+        return dataclasses.replace(self, config=config, may_round=False)
 
 
 def draft_checkpoint(

@@ -21,7 +21,8 @@ def mtp_arguments(config: EngineConfig, target: ModelConfig, directory: Path) ->
     It is quantised as the model's layers are: by its files, else by ``quantization``, its own or else the model's.
 
     Raises:
-        ValueError: the model in ``directory`` has no such layer, or it is not read.
+        ValueError: the model in ``directory`` has no such layer, or it is not read; or another quantisation of it is
+            asked for than that of a checkpoint that is quantised.
     """
     found = mtp_config(target)
     if has_index(directory):
@@ -30,11 +31,27 @@ def mtp_arguments(config: EngineConfig, target: ModelConfig, directory: Path) ->
             "left. Load the checkpoint that it was made from, or choose another method"
         )
     assert config.speculation is not None
-    asked = config.speculation.quantization or config.quantization
+    asked, of_model = config.speculation.quantization, config.quantization
+    if asked not in (None, "none") and target.published:
+        raise ValueError(
+            f"speculative_config: quantization must be left out for method 'mtp' where the checkpoint is quantised, "
+            f"which has the layer, too, given {asked!r}"
+        )
+    if asked is not None:
+        config = dataclasses.replace(
+            config,
+            quantization=None,
+            quantization_group_size=None,
+            quantization_head="auto",
+            quantization_embedding="none",
+            quantization_skip=(),
+            keep_weights_twice=config.keep_weights_twice and asked == "none",
+        )
+        of_model = None if asked == "none" else asked
     own = dataclasses.replace(
         config,
         kv_cache_skip_layers=(),
-        quantization=None if target.published or asked == "none" else asked,
+        quantization=None if target.published else of_model,
         quantization_skip=(),
         quantization_activations="auto",
         sliding_window=None,

@@ -20,6 +20,7 @@ from compiled_llm.ops.native_program import DTYPES, MOST_ARGUMENTS
 EMPTY, VIEW_OF = "empty_strided_cpu", "reinterpret_tensor"
 _DTYPE = "torch."  # before the name of one
 _NUMBERS = ("int64_t", "const int64_t")  # what a kernel takes besides pointers
+_MOST_DIMENSIONS = 8  # of tensors in a native program
 
 
 class NativePiece(NamedTuple):
@@ -61,6 +62,7 @@ class _Reader:
         self._parameters: tuple[str, ...] = ()
         self._same: dict[str, ast.expr] = {}  # names for what has a name already
         self._made: set[str] = set()
+        self._tensors: set[str] = set()  # that kernels take
         self._statements: list[ast.stmt] = []
 
     def read(self, body: Sequence[ast.stmt]) -> NativePiece | None:
@@ -70,6 +72,8 @@ class _Reader:
         returned = last.value.elts if isinstance(last.value, ast.Tuple) else []
         results = tuple(ast.unparse(self._known(result)) for result in returned)
         if last.value is None or not set(results) <= self._made or len(set(results)) < len(results):
+            return None
+        if self._tensors.isdisjoint(self._parameters):  # torch finds a native program by a tensor
             return None
         return NativePiece(self._parameters, tuple(self._statements), results, self._kernels)
 
@@ -83,6 +87,8 @@ class _Reader:
         if isinstance(statement, ast.Expr):
             return self._take_call(statement.value)
         if not isinstance(statement, ast.Assign):
+            return False
+        if len(statement.targets) > 1:
             return False
         (target,), value = statement.targets, statement.value
         if isinstance(target, ast.Tuple):
@@ -105,13 +111,16 @@ class _Reader:
         if kinds is None or not isinstance(known, ast.Call) or len(known.args) != len(kinds):
             return False
         self._statements.append(ast.fix_missing_locations(ast.Expr(known)))
-        pairs = zip(known.args, kinds, strict=True)
+        pairs = list(zip(known.args, kinds, strict=True))
+        self._tensors.update(ast.unparse(value) for value, is_tensor in pairs if is_tensor)
         return all(isinstance(value, ast.Name) if is_tensor else _is_size(value) for value, is_tensor in pairs)
 
     @staticmethod
     def _is_tensor(call: ast.Call) -> bool:
         """Whether it makes an empty tensor or a view."""
         sizes = [value for part in call.args if isinstance(part, ast.Tuple) for value in part.elts]
+        if len(sizes) > 2 * _MOST_DIMENSIONS:
+            return False
         if _called(call) == EMPTY:
             dtype = ast.unparse(call.args[2])
             is_known = dtype.startswith(_DTYPE) and dtype.removeprefix(_DTYPE) in DTYPES

@@ -234,6 +234,7 @@ class _Run:
 
     def _argument(self, kind: str, expression: ast.expr) -> tuple[str, Any]:
         if kind in ("Tensor", "Optional[Tensor]"):
+            assert isinstance(expression, ast.Name) or kind != "Tensor"
             return kind, self._slots[expression.id] if isinstance(expression, ast.Name) else -1
         try:
             value = ast.literal_eval(expression)

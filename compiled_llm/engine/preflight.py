@@ -123,6 +123,8 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
     yield "exact bits", exactness.described(exactness.obstacles(config, device, linears, made))
 
     draft_bytes = 0 if drafter is None else num_bytes(drafter.description().weights)
+    if drafter is not None and not (made.published or config.quantization) and config.tensor_parallel_size == 1:
+        draft_bytes += drafter.own_head_bytes
     if drafter is not None:
         yield "draft model", _of_drafter(drafter, draft_bytes)
     if num_layers := num_draft_layers(config.speculation, made):
@@ -141,8 +143,10 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
 
 
 def _of_drafter(drafter: DraftPlan, num_bytes: int) -> str:
+    kind = drafter.checkpoint.config.quantization
+    rounded = f" rounded to {kind}," if kind is not None else ""
     return (
-        f"{drafter.model_config.architecture}, {_sizes(drafter.model_config)}; {num_bytes / _MIB:,.1f} MiB in "
+        f"{drafter.model_config.architecture},{rounded} {_sizes(drafter.model_config)}; {num_bytes / _MIB:,.1f} MiB in "
         f"memory; KV cache {drafter.describe_cache()}"
     )
 

@@ -75,6 +75,7 @@ class DraftPlanner:
         self._rested = False  # whether the last plan that was not empty was of such a step
         # When the last steps that rest began, and how many they are; None where something else came between.
         self._rest: tuple[float, int] | None = None
+        self._num_resting = 1  # requests of them
         # Whether requests may wait for their tokens for drafts alone. Where nothing is looked for, they are let go.
         self._keeps_waiting = False
         self._kind: Kind = 1, False  # of the step that was planned last
@@ -126,7 +127,7 @@ class DraftPlanner:
     def _grow_old(self, count: int) -> None:
         """So many steps have rested."""
         if self.costs:
-            self.costs.rest(self._kind[0], count, self._kind[1])
+            self.costs.rest(self._num_resting, count, self._kind[1])
 
     def start_over(self) -> None:
         """The steps in flight broke."""
@@ -185,6 +186,7 @@ class DraftPlanner:
                 self._let_go()
             if not (self._keeps_waiting or self._drafts_next) and (count := self.account.rest(self._kind)):
                 self._rests, self._num_rests, self._rest = True, count - 1, (started, count)
+                self._num_resting = len(self.running_set.running) or 1
             return
         self._keeps_waiting = True
         if most <= 0:

@@ -19,7 +19,7 @@ from compiled_llm.models.inputs import FeatureCache, HiddenCache, KVCache
 from compiled_llm.models.last_layer import LastLayer
 from compiled_llm.models.linears.adapted import without_adapters
 from compiled_llm.models.linears.copied import copied
-from compiled_llm.models.linears.protocol import LinearKind, StoredLinear
+from compiled_llm.models.linears.protocol import Linear, LinearKind, StoredLinear
 from compiled_llm.models.linears.quantized import Quantized, Scheme
 from compiled_llm.models.linears.quantizing import Quantizing
 from compiled_llm.models.linears.vocabulary import VocabularyRows
@@ -39,8 +39,6 @@ from compiled_llm.worker.cpu_kernels import ops_of
 from compiled_llm.worker.device import use_device
 from compiled_llm.worker.draft_trees import check_trees
 from compiled_llm.worker.memory import check_room_for_weights, estimated_activations, num_bytes
-
-_ROUNDED = "int8_w8a8"  # see ``SpeculativeConfig.quantization``
 
 
 class DraftPlan(NamedTuple):
@@ -68,11 +66,9 @@ class DraftPlan(NamedTuple):
         dtype: torch.dtype,
     ) -> "DraftPlan":
         """``ValueError`` for a cache, a quantisation or trees that the network cannot have. ``target``: the model."""
+        checkpoint = checkpoint.rounded(device, dtype)
         config = checkpoint.config
         model_config = dataclasses.replace(checkpoint.model_config, max_position_embeddings=max_model_len)
-        if checkpoint.may_round and device.type == "cpu" and dtype != torch.float32 and not model_config.published:
-            config = dataclasses.replace(config, quantization=_ROUNDED)
-            checkpoint = dataclasses.replace(checkpoint, config=config)
         cache_dtypes = layer_dtypes(config, dtype, model_config)
         use_device(device, cache_dtypes, model_config)
         if checkpoint.tree is not None:
@@ -146,17 +142,29 @@ class DraftPlan(NamedTuple):
     @property
     def _scheme_of_head(self) -> Scheme | None:
         """How its own copy of the model's head is kept; None: it has none."""
-        shares = self.head is not None and self.description().weights.head is None
+        own = self.description().weights
+        shares = self.head is not None and own.head is None and not getattr(own, "heads", ())  # those of Medusa
         if not shares or not isinstance(self.linears, Quantizing):
             return None
         return self.linears.scheme(StoredLinear("head", 0, 0, role="head"))
+
+    @property
+    def own_head_bytes(self) -> int:
+        """Of a copy of the model's head, unless that is quantised or shared by ranks; 0: it makes none."""
+        scheme, sizes = self._scheme_of_head, self.model_config
+        return 0 if scheme is None else scheme.form.nbytes(sizes.vocab_size, sizes.hidden_size)
+
+    def _copies(self, head: Linear | None, num_ranks: int) -> bool:
+        """Whether it drafts with a copy of the model's ``head``."""
+        is_kept = num_ranks > 1 or isinstance(head, Quantized | VocabularyRows)
+        return self._scheme_of_head is not None and not is_kept
 
     def _with_own_head(self, weights: Any, num_ranks: int) -> Any:
         """``weights`` with a copy of the model's head in fewer bits: each draft reads all of it.
 
         That of several ranks has the rows of some tokens, and one that is quantised already has as few bits.
         """
-        if self._scheme_of_head is None or num_ranks > 1 or isinstance(weights.head, Quantized | VocabularyRows):
+        if not self._copies(weights.head, num_ranks):
             return weights
         return weights._replace(head=copied(weights.head, self.linears, "head", self.dtype, self.device))
 
@@ -180,7 +188,8 @@ class DraftPlan(NamedTuple):
         c, config, directory = self.model_config, self.checkpoint.config, self.checkpoint.directory
         description = self.description()
         of_all = description.weights, self.linears, config, c, directory, self.device, self.dtype
-        check_room_for_weights(*of_all, num_ranks)
+        beside = self.own_head_bytes if self._copies(without_adapters(target).head, num_ranks) else 0
+        check_room_for_weights(*of_all, num_ranks, beside=beside)
         sizes = {name: math.prod(shape) * self.dtype.itemsize for name, shape in description.taken.items()}
         with progress.stage("loading the draft model", sizes, is_long=False, in_bytes=True) as stage:
             if config.load_format == "dummy":

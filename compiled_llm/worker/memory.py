@@ -452,6 +452,7 @@ def check_room_for_weights(
     *,
     are_mapped: bool = False,
     elsewhere: int = 0,
+    beside: int = 0,
 ) -> None:
     """``ValueError`` where the weights of ``directory`` cannot be loaded into the memory that is free.
 
@@ -460,10 +461,11 @@ def check_room_for_weights(
         ranks: processes that load as much each.
         are_mapped: linear layers lie in a file, where each is put when it is made.
         elsewhere: bytes of ``weights`` that are put into the memory of the host.
+        beside: bytes that are made of the weights of another model besides.
     """
     of_experts = [layer.nbytes // layer.num_experts for layer in experts(weights)]
     largest = max(*of_experts, *(linear.nbytes for linear in linears(weights)))
-    needed = num_bytes(weights) - elsewhere + kind.bytes_while_taking(largest) + (largest if elsewhere else 0)
+    needed = num_bytes(weights) + beside - elsewhere + kind.bytes_while_taking(largest) + (largest if elsewhere else 0)
     if are_mapped:
         needed += max(num_bytes(layer) for layer in linear_layers(weights)) - num_bytes(tuple(linear_layers(weights)))
     needed += largest if config.load_format == "dummy" else 0  # a tensor is made as a whole

@@ -105,6 +105,7 @@ def open_files(
     """
     drafters = () if drafter is None else (drafter,)
     facts = model_config, dtype, exact, last_layer, *(one.model_config for one in drafters)
+    facts = *facts, *(one.rounded(device, dtype).config.quantization for one in drafters)
     directories = directory, *(one.directory for one in drafters)
     key = folder_key(config, facts, directories, device, layout, any_ranks=config.transfers)
     *of_blocks, state_bytes = map(row_bytes, layout)

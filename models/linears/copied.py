@@ -15,6 +15,7 @@ _ROWS = 1024  # that are read at a time
 
 def copied(layer: Linear, kind: LinearKind, role: str, dtype: torch.dtype, device: torch.device) -> Linear:
     """The weight of ``layer`` as a layer of ``kind`` with such a ``role`` keeps it. It must have no bias."""
+    assert getattr(layer, "bias", None) is None
     part = StoredLinear(role, layer.out_features, layer.in_features, role=role)
     return kind.take(_RowsOf(layer, dtype, device), [part])
 

@@ -97,7 +97,7 @@ void view(const Step& step, std::vector<Slot>& slots, const int64_t* sizes) {
 // In the order of DTYPES in native_program.py.
 Dtype dtype_of(int64_t number) {
   static const std::array<Dtype, 11> dtypes = {Dtype{aoti_torch_dtype_bool()}, Dtype{aoti_torch_dtype_uint8()}, kChar,
-                                               Dtype{aoti_torch_dtype_int16()}, kInt, kLong, kHalf, kBFloat16, kFloat,
+                                               kShort, kInt, kLong, kHalf, kBFloat16, kFloat,
                                                kDouble, kFloat8};
   return dtypes.at(number);
 }

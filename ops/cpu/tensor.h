@@ -43,18 +43,19 @@ struct Dtype {
 };
 inline const Dtype kFloat{aoti_torch_dtype_float32()}, kDouble{aoti_torch_dtype_float64()},
     kBFloat16{aoti_torch_dtype_bfloat16()}, kHalf{aoti_torch_dtype_float16()}, kChar{aoti_torch_dtype_int8()},
-    kFloat8{aoti_torch_dtype_float8_e4m3fn()}, kInt{aoti_torch_dtype_int32()}, kLong{aoti_torch_dtype_int64()};
+    kFloat8{aoti_torch_dtype_float8_e4m3fn()}, kShort{aoti_torch_dtype_int16()}, kInt{aoti_torch_dtype_int32()},
+    kLong{aoti_torch_dtype_int64()};
 
 inline int64_t bytes_of(Dtype dtype) {
   if (dtype == kDouble || dtype == kLong) return 8;
   if (dtype == kFloat || dtype == kInt) return 4;
-  return dtype == kBFloat16 || dtype == kHalf ? 2 : 1;
+  return dtype == kBFloat16 || dtype == kHalf || dtype == kShort ? 2 : 1;
 }
 
 inline std::ostream& operator<<(std::ostream& out, Dtype dtype) {
   for (const auto& [known, name] : {std::pair{kFloat, "float32"}, {kDouble, "float64"}, {kBFloat16, "bfloat16"},
-                                    {kHalf, "float16"}, {kChar, "int8"}, {kFloat8, "float8_e4m3fn"}, {kInt, "int32"},
-                                    {kLong, "int64"}})
+                                    {kHalf, "float16"}, {kChar, "int8"}, {kFloat8, "float8_e4m3fn"}, {kShort, "int16"},
+                                    {kInt, "int32"}, {kLong, "int64"}})
     if (dtype == known) return out << name;
   return out << "another dtype";
 }
@@ -147,9 +148,13 @@ struct Spare {
   static constexpr int64_t MOST_BYTES = 1 << 16;
   std::vector<Tensor> tensors;
 
+  // One with other strides than `empty` gives, if only in a dimension of one, is not kept.
   void add(Tensor&& tensor) {
-    int64_t bytes = bytes_of(tensor.dtype());
-    for (int64_t i = 0; i < tensor.dim(); ++i) bytes *= tensor.size(i);
+    int64_t bytes = bytes_of(tensor.dtype()), stride = 1;
+    for (int64_t i = tensor.dim() - 1; i >= 0; stride *= tensor.size(i--)) {
+      if (tensor.stride(i) != stride) return;
+      bytes *= tensor.size(i);
+    }
     if (bytes <= MOST_BYTES && tensors.size() < MOST) tensors.push_back(std::move(tensor));
   }
   // With the first of these sizes, or none.

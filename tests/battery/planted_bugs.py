@@ -617,7 +617,8 @@ _PLANTED = """
         hidden states are taken for features
             _features_at: made_of(weights, rows, model_config) => rows[:, : rows.shape[1] // 3]
         drafts that were right are not computed anew
-            _accepted_rows: place = number - (ends - counts)[owner] => place = accepted[owner]
+            _accepted_rows: ends, owner, place = rows_below(counts, number) =>
+                ends, owner, place = rows_below(counts, number); place = accepted[owner]
         a row stands at the token after its own
             _accepted_rows: known.position[owner] - 1 + place => known.position[owner] + place
         a head drafts after the first row of a step
@@ -694,8 +695,8 @@ _PLANTED = """
             DraftBuffers.fill: held is None or held.num_changes != store.num_changes or held.width < width
                 => held is None
         drafts are sampled with the parameters of requests that ended
-            DraftBuffers.fill: held.rows is not rows or not np.array_equal(held.places, places)
-                => len(held.rows) != len(rows) or not np.array_equal(held.places, places)
+            DraftBuffers.fill: held.rows is not rows or held.places != of_places
+                => len(held.rows) != len(rows) or held.places != of_places
     scheduling.running_set, DRAFTS
         drafts of a preempted request count as computed
             RunningSet.preempt: request.cancel_drafts() =>

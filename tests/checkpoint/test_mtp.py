@@ -1,9 +1,11 @@
 """Which models have a layer of their own that drafts, what it takes of the engine's arguments, and what is refused."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.checkpoint.draft_model import DraftCheckpoint, draft_checkpoint
@@ -16,12 +18,13 @@ from tests.mtp_checkpoints import mtp_checkpoint, mtp_tensors, write_checkpoint
 SIZES: dict[str, Any] = {"bucket_sizes": (1, 2), "token_bucket_sizes": (64,), "max_model_len": 128}
 
 
-def arguments(directory: Path, **others: Any) -> EngineConfig:
-    return EngineConfig(model=str(directory), speculative_config={"method": "mtp"}, **others)
+def arguments(directory: Path, asked: str | None = None, **others: Any) -> EngineConfig:
+    config = {"method": "mtp"} | ({} if asked is None else {"quantization": asked})
+    return EngineConfig(model=str(directory), speculative_config=config, **others)
 
 
-def found(directory: Path, **others: Any) -> DraftCheckpoint:
-    config = arguments(directory, **others)
+def found(directory: Path, asked: str | None = None, **others: Any) -> DraftCheckpoint:
+    config = arguments(directory, asked, **others)
     one = draft_checkpoint(config, model_config(directory, config.model_impl), None)
     assert one is not None
     return one
@@ -34,6 +37,29 @@ def test_it_is_quantised_as_the_model_and_lies_in_its_files() -> None:
     assert (one.config.quantization_skip, one.config.speculative_config) == ((), None)
     assert one.model_config.architecture == "Qwen3NextForCausalLM.mtp"
     assert (one.model_config.num_layers, one.model_config.num_layers_before) == (1, 4)
+
+
+@pytest.mark.parametrize("asked", [None, "none", "int8"])
+def test_its_own_quantisation_takes_nothing_of_the_models_arguments(asked: str | None) -> None:
+    """On a CPU a layer beside a model that is not quantised is rounded, unless that is refused."""
+    directory, cpu = mtp_checkpoint("qwen3-next"), torch.device("cpu")
+    of_model = {"quantization": "int4", "quantization_group_size": 64, "quantization_head": "int8"}
+    one = found(directory, asked, **of_model).rounded(cpu, torch.bfloat16)
+    assert one.config.quantization == {None: "int4", "none": None, "int8": "int8"}[asked]
+    assert one.config.quantization_group_size == (64 if asked is None else None)
+    plain = found(directory, asked, keep_weights_twice=True)
+    for dtype, kind in ((torch.bfloat16, "int8_w8a8"), (torch.float32, None)):
+        own = plain.rounded(cpu, dtype).config
+        assert own.quantization == {None: kind, "none": None, "int8": "int8"}[asked]
+        assert own.keep_weights_twice == (own.quantization is None)
+    assert plain.rounded(torch.device("cuda"), torch.bfloat16) is plain
+
+
+def test_another_quantisation_than_that_of_its_files_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = mtp_checkpoint("qwen3-next")
+    target = dataclasses.replace(model_config(directory, "auto"), published='{"quant_method": "fp8"}')
+    with pytest.raises(ValueError, match="must be left out for method 'mtp' where the checkpoint is quantised"):
+        draft_checkpoint(arguments(directory, "int8"), target, None)
 
 
 @pytest.mark.parametrize(

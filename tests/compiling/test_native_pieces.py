@@ -76,6 +76,7 @@ def test_it_takes_the_place_of_a_call() -> None:
         ("(arg1_1, buf0, 2*s7)", "(arg1_1, 0, 2*s7)"),
         ("(arg1_1, buf0, 2*s7)", "(arg1_1, buf0, s7, s7)"),
         ("return (buf2, )", "return (arg1_1, )"),
+        ("(s8, 4), (4, 1)", f"({', '.join(['s8'] * 9)}), ({', '.join(['1'] * 9)})"),
         ("return (buf2, )", "return (buf2, buf1, )"),
         ("return (buf2, )", "return (reinterpret_tensor(buf2, (1, ), (1, ), 0), )"),
         ("def call", "def run"),
@@ -84,6 +85,12 @@ def test_it_takes_the_place_of_a_call() -> None:
 def test_what_a_program_cannot_do_stays(line: str, other: str) -> None:
     assert SOURCE.count(line) == 1
     assert native_piece(SOURCE.replace(line, other)) is None
+
+
+def test_a_piece_of_sizes_alone_stays() -> None:
+    """torch finds a native program by a tensor that it takes."""
+    source = SOURCE.replace("arg1_1, buf0", "buf0, buf0").replace("arg2_1, buf2", "buf2, buf2")
+    assert native_piece(source) is None
 
 
 def test_pieces_and_ops_are_one_run() -> None:

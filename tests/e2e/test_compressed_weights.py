@@ -98,7 +98,7 @@ def test_medusa_heads_are_compressed_beside_a_model_that_is(
     heads = DEMO_MODEL.with_name("demo_drafters") / "medusa"
     prompt = "def add(a, b):\n    return a + b\n\n\ndef add(a, b):\n"
     found = []
-    for config in ({"method": "medusa", "model": str(heads), "adaptive": False}, None):
+    for config in ({"method": "medusa", "model": str(heads), "adaptive": False, "quantization": "none"}, None):
         with CompiledEngine(
             str(DEMO_MODEL), speculative_config=config, bucket_sizes=[1], max_model_len=128, num_kv_blocks=40,
             num_threads=1, enforce_eager=True,

@@ -96,6 +96,25 @@ def test_an_empty_tensor_has_the_dtype_sizes_and_strides_that_it_was_asked_for(n
             assert [tensor.dtype for tensor in outputs] == [getattr(torch, name)] * 2
             assert [tensor.shape for tensor in outputs] == [(rows, 4)] * 2
             assert [tensor.stride() for tensor in outputs] == [(4, 1), (1, rows)]
+            for tensor in outputs:
+                tensor.view(torch.uint8 if tensor.is_contiguous() else tensor.dtype).fill_(1)
+
+
+@pytest.mark.parametrize("columns", [8, 1])
+def test_memory_of_other_strides_is_not_given_again(columns: int) -> None:
+    """Though torch says of one column with any strides that it is contiguous."""
+    number, sizes = ("int", DTYPES.index("float32")), (("int", 3), ("int", columns))
+    steps = (
+        Step(EMPTY, (number, *sizes, ("int", 1), ("int", 3)), (1,), (1,)),
+        Step(EMPTY, (number, *sizes, ("int", columns), ("int", 1)), (2,), ()),
+    )
+    run = prepare(Program(3, 1, 1, (2,), steps))
+    assert run is not None
+    bound, x = run.bound(), torch.zeros(1)
+    for _ in range(100):
+        (output,) = bound([x], [], [])
+        assert output.stride() == (columns, 1)
+        del output
 
 
 @pytest.mark.parametrize("count", [3, 7, MOST_ARGUMENTS])
