@@ -20,13 +20,16 @@ LEAST_OF_MEAN = 0.35
 # What a token is worth is divided by this power of how many the request has, and some more, so that the first ones do
 # not decide; and it is no less than a share of the average.
 _POWER, _SOME_MORE, _LEAST_WEIGHT = 2, 4, 0.25
+# Requests that come while the others have so many tokens at most came together: those of several calls at once are taken
+# in one by one, and steps go on meanwhile.
+MOST_BEHIND = 16
 
 
 class Gains:
     """Of the requests that run.
 
     Attributes:
-        came_together: whether none of them came while others ran.
+        came_together: whether none of them came while others had run for long.
         kind: of the steps in which this was gained, which have an account of their own.
     """
 
@@ -36,9 +39,10 @@ class Gains:
         self._gained: dict[Request, int] = {}  # tokens, of those that gained some
         self._least = 0  # of all, when this was taken last
 
-    def come(self, others_run: bool) -> None:
-        """A request has come."""
-        self.came_together = self.came_together and not others_run
+    def come(self, num_output_tokens: Sequence[int]) -> None:
+        """A request has come, which has gained nothing yet. ``num_output_tokens``: of those that run."""
+        self.came_together = self.came_together and max(num_output_tokens, default=0) <= MOST_BEHIND
+        self.start_over()
 
     def start_over(self) -> None:
         """From now on nothing has been gained."""
@@ -60,9 +64,16 @@ class Gains:
             self.came_together = True
 
     def take_least(self, running: Sequence[Request]) -> int:
-        """How many tokens each of them has gained since this was last taken, at least."""
+        """How many tokens each of them has gained since this was last taken, at least.
+
+        One that was held back meanwhile has gained less than the others had by then: all begins anew.
+        """
         least = min(self._gained.get(request, 0) for request in running)
-        more, self._least = least - self._least, least
+        more = least - self._least
+        if more < 0:
+            self.start_over()
+            return 0
+        self._least = least
         return more
 
 

@@ -93,7 +93,7 @@ class DraftPlanner:
 
     def come(self) -> None:
         """A request has come that is no fork of another."""
-        self._gains.come(bool(self.running_set.running))
+        self._gains.come([len(request.output_token_ids) for request in self.running_set.running])
 
     def takes_drafts(self, request: Request) -> bool:
         """Whether tokens of ``request``, which has just come, may be drafted at all."""
@@ -375,17 +375,27 @@ class DraftPlanner:
     def _gained(self, num_accepted: int, num_requests: int) -> float:
         """How many plain steps the right drafts of a step have saved."""
         gained = num_accepted / num_requests
-        if num_requests == 1 or not num_accepted or not self._end_together():
+        if self._kind[0] == 1 or not num_accepted or not self._end_together():
             return gained
-        shared = self._shared(num_requests)
-        return shared * self._gains.take_least(self.running_set.running) + (1.0 - shared) * gained
+        shared = self._shared(max(2, num_requests))
+        return shared * self._least_gained() + (1.0 - shared) * gained
+
+    def _least_gained(self) -> float:
+        """What the request that gained least has gained anew, in plain steps."""
+        # Of stages each has other requests in its steps, and what they gain saves each stage one.
+        return self._gains.take_least(self.running_set.running) * self.limits.steps_at_once
 
     def _end_together(self) -> bool:
         """Whether all is done when the last of the requests is that run. While others wait, none is behind."""
-        if self.running_set.waiting or self.running_set.prefix_cache.num_held_back:
+        if self._num_waiting():
             self._gains.start_over()
             return False
         return self._adapts and self._gains.came_together
+
+    def _num_waiting(self) -> int:
+        """Requests that wait for a place, a prefix or an adapter."""
+        held_back = self.running_set.prefix_cache.num_held_back + self.running_set.adapters.num_held_back
+        return len(self.running_set.waiting) + held_back
 
     def _shared(self, num_requests: int) -> float:
         """The share of a plain step that only the request saves that gains least: the others save their own parts."""
@@ -399,10 +409,9 @@ class DraftPlanner:
             history.compare(request.output_token_ids, self._of_all)
         self.proposed.pop(request, None)
         running = self.running_set.running
-        self._gains.end(request, bool(running or self.running_set.waiting))
+        self._gains.end(request, bool(running or self._num_waiting()))
         if running and self._gains.kind == self._kind and self._kind[0] > 1 and self._end_together():
-            more = self._gains.take_least(running)
-            self.account.gain(self._kind, self._shared(max(2, len(running))) * more)
+            self.account.gain(self._kind, self._shared(max(2, len(running))) * self._least_gained())
         if not running:  # nobody knows when the next step begins
             self._drop_rest()
             self._done = None

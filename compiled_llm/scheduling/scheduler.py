@@ -161,7 +161,7 @@ class Scheduler:
         turn = (self.running_set.adapters.turn_of(request.adapter),) if self.limits.max_loras else ()
         request.rank = (request.priority if self.policy == "priority" else 0, *turn, self._num_added)
         self._num_added += 1
-        if self.drafts is not None:
+        if self.drafts is not None and request.generates:
             self.drafts.come()
         self._queue(request)
 

@@ -448,7 +448,10 @@ _PLANTED = """
         what was gained beside others counts alone
             Gains.accept: self.start_over() => ...
         requests have come together once one came by itself
-            Gains.come: self.came_together and not others_run => not others_run
+            Gains.come: self.came_together and max(num_output_tokens, default=0) <= MOST_BEHIND
+                => max(num_output_tokens, default=0) <= MOST_BEHIND
+        what one who was held back has not gained is taken from all
+            Gains.take_least: more < 0 => False
         a server never has a batch again
             Gains.end: self.came_together = True => ...
         a token of the fastest request is worth most

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from compiled_llm.scheduling.draft_gains import Gains, weights
+from compiled_llm.scheduling.draft_gains import MOST_BEHIND, Gains, weights
 from compiled_llm.scheduling.request import Request
 from tests.fake_engine import make_request
 
@@ -76,14 +76,29 @@ def test_what_was_gained_in_steps_of_another_account_is_not_entered_in_this_one(
     assert gains.take_least(running) == 3
 
 
-def test_requests_came_together_unless_one_came_while_others_ran_until_none_does() -> None:
+def test_who_was_held_back_has_gained_less_and_nothing_is_taken_back() -> None:
+    """All begins anew with it: what was credited of the others stays."""
+    gains, (one, two, late) = Gains(), requests_of(3)
+    for request in (one, two):
+        gains.accept(request, 9, FOUR)
+    assert gains.take_least([one, two]) == 9
+    assert gains.take_least([one, two, late]) == 0
+    for request in (one, two, late):
+        gains.accept(request, 2, FOUR)
+    assert gains.take_least([one, two, late]) == 2
+
+
+def test_requests_came_together_unless_one_came_long_after_others_until_none_runs() -> None:
     gains, (one, two) = Gains(), requests_of(2)
-    gains.come(others_run=False)
-    gains.come(others_run=False)
-    assert gains.came_together
-    gains.come(others_run=True)
-    gains.come(others_run=False)
+    gains.come([])
+    gains.come([0])
+    gains.come([MOST_BEHIND, 3])
+    assert gains.came_together, "as those of several calls at once"
+    gains.accept(one, 4, FOUR)
+    gains.come([MOST_BEHIND + 1, 3])
+    gains.come([])
     assert not gains.came_together
+    assert gains.take_least([one]) == 0, "what was gained before is no gain of who came"
     gains.accept(one, 7, FOUR)
     gains.accept(two, 7, FOUR)
     gains.end(one, some_run=True)
