@@ -20,8 +20,8 @@ LEAST_OF_MEAN = 0.35
 # What a token is worth is divided by this power of how many the request has, and some more, so that the first ones do
 # not decide; and it is no less than a share of the average.
 _POWER, _SOME_MORE, _LEAST_WEIGHT = 2, 4, 0.25
-# Requests that come while the others have so many tokens at most came together: those of several calls at once are taken
-# in one by one, and steps go on meanwhile.
+# Requests that come while the others have so many tokens at most came together: those of several calls at once are
+# taken in one by one, and steps go on meanwhile.
 MOST_BEHIND = 16
 
 

@@ -428,20 +428,20 @@ _PLANTED = """
         a request that gains nothing takes all from the others
             DraftPlanner._shared: min(self.costs.shared(num_requests, self._kind[1]), 1.0 - LEAST_OF_MEAN) => 1.0
         where others wait the slowest request decides
-            DraftPlanner._end_together: self.running_set.waiting or self.running_set.prefix_cache.num_held_back => False
+            DraftPlanner._end_together: self._num_waiting() => False
         where requests come and go the slowest request decides
-            DraftPlanner.come: bool(self.running_set.running) => False
+            DraftPlanner.come: [len(request.output_token_ids) for request in self.running_set.running] => []
         a fork comes while others run
             DraftPlanner.takes_drafts: self._end_rest() => (self._end_rest(), self.come())
         what others gained more than the slowest is lost when that ends
-            DraftPlanner.end: self._shared(max(2, len(running))) * more => 0.0
+            DraftPlanner.end: self._shared(max(2, len(running))) * self._least_gained() => 0.0
         what a network takes does not count in the choice of drafts
             DraftPlanner._lengths: self.account.network(self._kind) => 0.0
         drafts of requests that are behind come no sooner
             DraftPlanner._lengths: [of_each[request] for request in asked] => []
     scheduling.draft_gains, GAINS
         what was gained counts in each step again
-            Gains.take_least: more, self._least = least - self._least, least => more = least
+            Gains.take_least: self._least = least => ...
         what the fastest has gained counts
             Gains.take_least: min(self._gained.get(request, 0) for request in running)
                 => max(self._gained.get(request, 0) for request in running)

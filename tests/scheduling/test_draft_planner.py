@@ -547,12 +547,13 @@ def test_requests_of_all_kinds_get_their_tokens_whether_drafts_are_looked_for_or
 
 
 def test_what_is_forgotten_at_rest_is_of_as_many_requests_as_rest() -> None:
-    """Six of them have a bucket of their own, though an account is that of five to eight."""
-    server = Server(Looks(Server, 5.0), max_num_seqs=6, one_graph=False, max_model_len=400)
+    """Five of them may have a bucket of their own, though an account is that of five to eight."""
+    source = WorkerDrafts(3, adapts=True, reads_tokens=True)
+    server = Server(source, drafting=5.0, max_num_seqs=6, max_model_len=400)
     asked: list[int] = []
     rest = server.drafts.costs.rest
     server.drafts.costs.rest = lambda *found: (asked.append(found[0]), rest(*found))[1]  # type: ignore[method-assign, func-returns-value]
-    server.add(6, 300)
+    server.add(5, 300)
     server.serve()
     assert asked
-    assert set(asked) == {6}
+    assert set(asked) == {5}
