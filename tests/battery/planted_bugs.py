@@ -431,8 +431,6 @@ _PLANTED = """
             DraftPlanner._end_together: self._num_waiting() => False
         where requests come and go the slowest request decides
             DraftPlanner.come: [len(request.output_token_ids) for request in self.running_set.running] => []
-        a fork comes while others run
-            DraftPlanner.takes_drafts: self._end_rest() => (self._end_rest(), self.come())
         what others gained more than the slowest is lost when that ends
             DraftPlanner.end: self._shared(max(2, len(running))) * self._least_gained() => 0.0
         what a network takes does not count in the choice of drafts
