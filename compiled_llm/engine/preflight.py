@@ -122,9 +122,7 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
         yield "kept weights", verified(config, made, directory, dtype)
     yield "exact bits", exactness.described(exactness.obstacles(config, device, linears, made))
 
-    draft_bytes = 0 if drafter is None else num_bytes(drafter.description().weights)
-    if drafter is not None and not (made.published or config.quantization) and config.tensor_parallel_size == 1:
-        draft_bytes += drafter.own_head_bytes
+    draft_bytes = _draft_bytes(drafter, config, made)
     if drafter is not None:
         yield "draft model", _of_drafter(drafter, draft_bytes)
     if num_layers := num_draft_layers(config.speculation, made):
@@ -140,6 +138,14 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
     memory = StartMemory(config, limits, device, sizes, *needed, config.tensor_parallel_size, sharing)
     mapped = num_bytes(tuple(linear_layers(description.weights))) if are_mapped else 0
     yield "room", _room(memory, limits, made, weight_bytes + draft_bytes, mapped)
+
+
+def _draft_bytes(drafter: DraftPlan | None, config: EngineConfig, target: ModelConfig) -> int:
+    """Of a network's weights, with a copy of the model's head where it makes one."""
+    if drafter is None:
+        return 0
+    copies = not (target.published or config.quantization) and config.tensor_parallel_size == 1
+    return num_bytes(drafter.description().weights) + copies * drafter.own_head_bytes
 
 
 def _of_drafter(drafter: DraftPlan, num_bytes: int) -> str:
